@@ -48,10 +48,13 @@ from kimi_pretrain.step import StepReport
 from kimi_pretrain.telemetry.metrics import rank_metrics
 from kimi_pretrain.telemetry.recorder import RankReport, Recorder, check_agreement, stop_reason
 from kimi_pretrain.telemetry.run_dir import (
+    History,
     describe_environment,
     log_to,
+    note_beginning,
     note_tombstones,
     tell_sources,
+    with_earlier_heldout,
 )
 from kimi_pretrain.tools.state_hashes import measure_efficiency, write_state_hashes
 
@@ -116,12 +119,12 @@ def train(
     if prepare is not None:
         prepare(run)
     check_node(config)
-    end = _log_start(run, run_dir) if mesh.rank == 0 else None
+    history = "none" if found is None else "own" if last_own == run.step else "other"
+    end = _log_start(run, run_dir, history) if mesh.rank == 0 else None
     checkpoints = CheckpointScheduler(
         place, owner, run, watchdog.enter, found and found.uri, last_own
     )
     run.update.before_change = checkpoints.before_update
-    history = "none" if found is None else "own" if last_own == run.step else "other"
     recorder = Recorder(config, run_dir, mesh, run.step, run.loader.indices, history, end)
     if mesh.rank == 0:  # no step ends without rank 0
         note_tombstones(run_dir, run.loader.planner.tombstones.record())
@@ -332,17 +335,18 @@ def _find_checkpoint(
     return None, 0
 
 
-def _log_start(run: Run, run_dir: Path) -> BudgetEnd | None:
+def _log_start(run: Run, run_dir: Path, history: History) -> BudgetEnd | None:
     """Write what runs, on which data, to folder and log; return where a budget ends it. Rank 0."""
-    history = mixtures(run.loader.planner)
-    describe_environment(run_dir, run.config, run.began_from, run.sources, history)
+    planner = run.loader.planner
+    sources = run.sources if history == "none" else with_earlier_heldout(run_dir, run.sources)
+    describe_environment(run_dir, run.config, run.began_from, sources, mixtures(planner))
+    note_beginning(run_dir, planner.state_dict(), history)
     log.info("%s", describe(run.config))
     if run.finished is not None:
         log.warning("%s: nothing is trained", run.finished)
     elif (notice := unsaved(run.config)) is not None:
         log.warning("%s", notice)
-    log.info("data: %s", blend_report(run.loader.planner))
-    planner = run.loader.planner
+    log.info("data: %s", blend_report(planner))
     if run.data_change is not None:
         log.warning("data: %s", run.data_change)
     end = budget_end(planner)

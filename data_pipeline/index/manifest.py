@@ -44,6 +44,8 @@ RUN_MIXTURES = "mixtures.json"
 """In a run's folder: its shares so far, and where they were changed (`plan.report.mixtures`)."""
 RUN_TOMBSTONES = "tombstones.json"
 """In a run's folder: which samples are out from which step on (`plan.tombstones.Tombstones`)."""
+RUN_BEGAN_AT = "data_began_at.json"
+"""In a run's folder: the loader's state before its first step, where that is not step 1."""
 
 # Folders asked for a manifest to name a misspelt source: each costs a request.
 _MOST_LOOKED_AT = 100

@@ -17,6 +17,7 @@ import difflib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -28,10 +29,12 @@ from numpy.typing import NDArray
 
 from data_pipeline.config import DataConfig
 from data_pipeline.index.columns import SourceIndex
-from data_pipeline.names import did_you_mean
+from data_pipeline.index.manifest import manifest_key, read_manifest
+from data_pipeline.index.shards import check_source_name
+from data_pipeline.names import listed
 from data_pipeline.plan.redactions import HASH, Since, note_of, since_of
 from data_pipeline.plan.step_plan import ItemTable, SampleTable
-from data_pipeline.store.open import Store, open_store
+from data_pipeline.store.open import MissingBucket, MissingKey, Store, open_store
 
 Pairs = frozenset[tuple[int, int]]
 """(source, sample) of samples."""
@@ -58,12 +61,14 @@ class Tombstones:
         listed: int64 [n, 3] source, sample, first step (from 0) without it; each sample once.
         redacted: of each source the redacted samples, in the order in which they became so.
         since: from which steps on they are out.
+        passed_over: sources of lines that are for other runs, as a notice names them.
     """
 
     names: tuple[str, ...]
     listed: NDArray[np.int64]
     redacted: tuple[tuple[int, ...], ...]
     since: Since
+    passed_over: tuple[str, ...] = ()
 
     @cached_property
     def _by_step(self) -> NDArray[np.int64]:
@@ -197,14 +202,30 @@ class Tombstones:
             first, last = (int(end(self.listed[:, 2])) + 1 for end in (np.min, np.max))
             steps = f"step {first}" if first == last else f"steps {first} to {last}"
             told.append(f"data.tombstones: {n:,} samples are not drawn from {steps} on")
+        if self.passed_over:
+            names = listed(self.passed_over)
+            told.append(
+                f"data.tombstones: lines of sources that this run does not read count for nothing "
+                f"here: {names}"
+            )
         for source, name in enumerate(self.names):
             if n := len(self.redacted[source]):
-                steps = {step + 1 for step, counts in self.since if counts[source]}
                 told.append(
-                    f"source {name!r}: {n:,} samples were redacted and count as tombstones, from "
-                    f"step {min(steps)} on: others of the source stand in their places"
+                    f"source {name!r}: {n:,} samples were redacted and count as tombstones, "
+                    f"{self._redacted_since(source)}: others of the source stand in their places"
                 )
         return told
+
+    def _redacted_since(self, source: int) -> str:
+        """Say from which steps on how many of a source's redacted samples are out."""
+        found, before = list[tuple[int, int]](), 0
+        for step, counts in self.since:
+            if counts[source] > before:
+                found.append((counts[source] - before, step + 1))
+                before = counts[source]
+        if len(found) == 1:
+            return f"from step {found[0][1]} on"
+        return ", ".join(f"{n:,} from step {step} on" for n, step in found)
 
 
 def tombstones_of(config: DataConfig, indices: Sequence[SourceIndex]) -> Tombstones:
@@ -216,17 +237,18 @@ def tombstones_of(config: DataConfig, indices: Sequence[SourceIndex]) -> Tombsto
 
     Raises:
         ValueError: the list is not as it must be; names file, line, value and what was expected.
-        StoreError: it cannot be read.
+        IndexMismatch, StoreError: it or the manifest of a source that it names cannot be read.
     """
     names = tuple(index.name for index in indices)
     redacted = tuple(index.redacted for index in indices)
     counts = tuple(map(len, redacted))
-    listed = np.zeros((0, 3), np.int64)
+    rows, others = np.zeros((0, 3), np.int64), ()
     if (opened := open_list(config)) is not None:
         where, text = _read(opened)
-        known = sorted({*config.source_names, *config.heldout})
-        listed = resolve_entries(where, parse_entries(where, text, known), indices)
-    return Tombstones(names, listed, redacted, ((0, counts),) if any(counts) else ())
+        entries = parse_entries(where, text)
+        rows = resolve_entries(where, entries, indices)
+        others = _passed_over(where, entries, config, indices)
+    return Tombstones(names, rows, redacted, ((0, counts),) if any(counts) else (), others)
 
 
 def recorded_tombstones(where: str, text: str, indices: Sequence[SourceIndex]) -> Tombstones:
@@ -259,15 +281,71 @@ def recorded_tombstones(where: str, text: str, indices: Sequence[SourceIndex]) -
     return Tombstones(names, listed, redacted, since_of(where, redactions, names, redacted))
 
 
-def parse_entries(
-    where: str, text: str, known: Sequence[str] | None = None, *, steps: bool = True
-) -> list[tuple[int, Entry]]:
+def _passed_over(
+    where: str,
+    entries: Sequence[tuple[int, Entry]],
+    config: DataConfig,
+    indices: Sequence[SourceIndex],
+) -> tuple[str, ...]:
+    """Return the sources of lines that are for other runs: a list may be shared.
+
+    Raises:
+        ValueError: such a line looks meant for a source of this run. A sample of its key is there
+            without a line, and the two share shards, or the line's source is not under the root and
+            has a similar name.
+    """
+    known = sorted({*config.source_names, *config.heldout})
+    own = {(entry.source, entry.key) for _, entry in entries}
+    lines: dict[str, list[tuple[int, Entry]]] = {}
+    for number, entry in entries:
+        if entry.source not in known:
+            lines.setdefault(entry.source, []).append((number, entry))
+    told = []
+    for name, shards in _shards_of(config, sorted(lines)).items():
+        if shards is None:
+            told.append(f"{name} (not under {config.root})")
+            near = difflib.get_close_matches(name, known, 1)
+            likely = [index for index in indices if index.name in near]
+            why = f"is not under {config.root}"
+        else:
+            told.append(name)
+            likely = [index for index in indices if any(s.key in shards for s in index.shards)]
+            why = "is not read by this run and shares shards with one that is"
+        for index in likely:
+            left = [one for one in lines[name] if (index.name, one[1].key) not in own]
+            found = samples_of(index, [entry.key for _, entry in left])
+            for (number, entry), sample in zip(left, found, strict=True):
+                if sample >= 0:
+                    raise ValueError(
+                        f"{where}, line {number}: source {name!r} {why}; did you mean "
+                        f"{index.name!r}? It has sample {entry.key!r}, too, and the list no line "
+                        "for it: correct the line, or add one for that source"
+                    )
+    return tuple(told)
+
+
+def _shards_of(config: DataConfig, names: Sequence[str]) -> dict[str, set[str] | None]:
+    """Return the keys of the shards of sources under the root of a run; None: there is no such."""
+    found: dict[str, set[str] | None] = dict.fromkeys(names)
+    if not names:
+        return found
+    with closing(
+        open_store(config.root, endpoint=config.endpoint, patience=config.patience)
+    ) as store:
+        for name in names:
+            with suppress(ValueError, MissingKey, MissingBucket):  # or no name of a source
+                check_source_name(name)
+                store.head(manifest_key(name))
+                found[name] = {shard["key"] for shard in read_manifest(store, name)["shards"]}
+    return found
+
+
+def parse_entries(where: str, text: str, *, steps: bool = True) -> list[tuple[int, Entry]]:
     """Return the lines of a list of tombstones, with their numbers.
 
     Args:
         where: names the list in messages.
         text: JSON lines {"source", "key", "from_step"}; "request" is for people.
-        known: names of sources that lines may have; None: any.
         steps: whether each line must have a step; 1 where it has none.
 
     Raises:
@@ -296,9 +374,6 @@ def parse_entries(
                 f"{told}: from_step is {one['from_step']}; expected the first step without the "
                 "sample, as metrics.jsonl counts them: 1 or more"
             )
-        if known is not None and one["source"] not in known:
-            hint = did_you_mean(one["source"], known)
-            raise ValueError(f"{told}: no source {one['source']!r} in this configuration; {hint}")
         found.append((number, Entry(one["source"], one["key"], one["from_step"])))
     return found
 
@@ -379,9 +454,9 @@ def open_list(config: DataConfig) -> tuple[Store, str] | None:
     return open_store(root, endpoint=config.endpoint, patience=config.patience), key
 
 
-def _read(listed: tuple[Store, str]) -> tuple[str, str]:
+def _read(opened: tuple[Store, str]) -> tuple[str, str]:
     """Return what messages call the list, and its text."""
-    store, key = listed
+    store, key = opened
     where = f"data.tombstones {store.uri}/{key}"
     try:
         return where, store.get(key).decode()

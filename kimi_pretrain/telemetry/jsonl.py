@@ -55,6 +55,19 @@ def cut_after(file: Path, step: int) -> int | None:
         os.close(fd)
 
 
+def first_step(file: Path) -> int | None:
+    """Return the step of the first line of a file; None where there is no whole line.
+
+    Raises:
+        ValueError: the line is none of a step.
+    """
+    if not file.is_file():
+        return None
+    with file.open("rb") as lines:
+        line = lines.readline()
+    return _step_of(line, file, 0) if line.endswith(b"\n") else None
+
+
 def last_step(file: Path) -> int | None:
     """Return the step of the last whole line of a file; None where there is none.
 

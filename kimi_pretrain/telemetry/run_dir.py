@@ -28,16 +28,21 @@ from tensorboard.compat.proto.summary_pb2 import (
 )
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from data_pipeline.index.manifest import RUN_MIXTURES, RUN_SOURCES, RUN_TOMBSTONES
+from data_pipeline.index.manifest import (
+    RUN_BEGAN_AT,
+    RUN_MIXTURES,
+    RUN_SOURCES,
+    RUN_TOMBSTONES,
+)
 from kimi_pretrain.checkpoint.manifest import PACKAGES as MANIFEST_PACKAGES
 from kimi_pretrain.checkpoint.manifest import installed_versions
 from kimi_pretrain.config import GIB, Config, dump_config
 from kimi_pretrain.reliability.anomaly_guard import finite
 from kimi_pretrain.reliability.run_files import Appended, write_whole
-from kimi_pretrain.reliability.run_history import BEGAN
+from kimi_pretrain.reliability.run_history import BEGAN, METRICS
 from kimi_pretrain.telemetry.console import StepDisplay
 from kimi_pretrain.telemetry.exposed import exposed
-from kimi_pretrain.telemetry.jsonl import abandoned, cut_after
+from kimi_pretrain.telemetry.jsonl import abandoned, cut_after, first_step
 from kimi_pretrain.telemetry.metrics import RankMetrics
 from kimi_pretrain.telemetry.phases import BACKBONE, Span, phase_of
 
@@ -112,18 +117,74 @@ def tell_sources(folder: Path, sources: Sequence[Mapping[str, Any]]) -> None:
         sources: as of `data_pipeline.access.sources_ahead`.
 
     Raises:
-        ValueError: what is there is no such file.
+        ValueError: what is there is no such file, or a held-out source holds other data than it did
+            when the steps of this folder were validated with it.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    known = _noted_sources(folder)
+    if (folder / METRICS).is_file():
+        _check_heldout(folder, known, sources)
+    new = [one for one in sources if _use(one) not in {_use(other) for other in known}]
+    if new:
+        write_whole(folder / RUN_SOURCES, json.dumps([*known, *new], indent=1) + "\n")
+
+
+def with_earlier_heldout(
+    folder: Path, sources: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Return the sources of a run that goes on, and those that earlier starts validated with."""
+    here = {_use(one) for one in sources}
+    known = [one for one in _noted_sources(folder) if one["use"] == "heldout"]
+    return [*sources, *(one for one in known if _use(one) not in here)]
+
+
+def note_beginning(folder: Path, state: Mapping[str, Any], history: History) -> None:
+    """Keep the loader's state with which the steps of a folder begin, unless they begin at step 1.
+
+    Its steps can be planned again by it, whatever becomes of the checkpoint that it is from.
+
+    Args:
+        state: of the loader, before this start's first step.
+        history: as of `MetricsWriter`, which has not been made yet.
+    """
+    file, first = folder / RUN_BEGAN_AT, first_step(folder / METRICS)
+    if history != "none" and first is not None and first <= state["step"]:
+        return  # steps before this start stay, so theirs is the beginning
+    if state["step"]:
+        write_whole(file, json.dumps(state) + "\n")
+    else:
+        file.unlink(missing_ok=True)
+
+
+def _noted_sources(folder: Path) -> list[dict[str, Any]]:
+    """Return what sources.json says; nothing where there is none."""
     file = folder / RUN_SOURCES
     try:
         known: list[dict[str, Any]] = json.loads(file.read_text()) if file.is_file() else []
-        there = {(one["name"], one["use"]) for one in known}
+        for one in known:
+            _use(one)
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{file}: expected what a run writes of its sources; remove it") from None
-    new = [one for one in sources if (one["name"], one["use"]) not in there]
-    if new:
-        write_whole(file, json.dumps([*known, *new], indent=1) + "\n")
+    return known
+
+
+def _use(source: Mapping[str, Any]) -> tuple[str, str]:
+    return source["name"], source["use"]
+
+
+def _check_heldout(
+    folder: Path, known: Sequence[Mapping[str, Any]], sources: Sequence[Mapping[str, Any]]
+) -> None:
+    """Refuse other data under the name of a held-out source: validations would not compare."""
+    before = {_use(one): one.get("made_as", one["content_hash"]) for one in known}
+    for one in sources:
+        was = before.get(_use(one), one["made_as"])
+        if one["use"] == "heldout" and was != one["made_as"]:
+            raise ValueError(
+                f"data.heldout: source {one['name']!r} is {one['made_as'][:12]}, the run of "
+                f"{folder} was validated with {was[:12]} under this name ({RUN_SOURCES}); give "
+                "other data another name"
+            )
 
 
 def note_tombstones(folder: Path, record: Mapping[str, Any]) -> None:

@@ -12,17 +12,26 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from data_pipeline.access import open_data
 from data_pipeline.govern.redact import held
 from data_pipeline.index.columns import SourceIndex
-from data_pipeline.index.manifest import RUN_MIXTURES, RUN_SOURCES, RUN_TOMBSTONES, read_index
+from data_pipeline.index.manifest import (
+    RUN_BEGAN_AT,
+    RUN_MIXTURES,
+    RUN_SOURCES,
+    RUN_TOMBSTONES,
+    identity_of,
+    read_index,
+    read_manifest,
+    sources_at,
+)
+from data_pipeline.names import did_you_mean, listed
 from data_pipeline.plan.change import renumbered
 from data_pipeline.plan.planner import GlobalPlan, Planner, State
-from data_pipeline.plan.stage import taken_over
 from data_pipeline.plan.tombstones import (
     Tombstones,
     recorded_tombstones,
@@ -30,14 +39,16 @@ from data_pipeline.plan.tombstones import (
     tombstones_of,
 )
 from data_pipeline.store.open import Store
-from kimi_pretrain.checkpoint.errors import CheckpointError
-from kimi_pretrain.checkpoint.storage_read import open_checkpoint, open_place
+from kimi_pretrain.checkpoint.storage_read import open_place
 from kimi_pretrain.config import Config, load_config
-from kimi_pretrain.reliability.run_history import BEGAN, METRICS, noted_place
+from kimi_pretrain.reliability.run_history import METRICS, noted_place
+from kimi_pretrain.telemetry.jsonl import first_step, last_step
 
 QUARANTINE = "quarantine.jsonl"
 # Of a state, what says how far the data are.
 _WHERE = ("window", "row", "opened", "step", "tokens")
+# Of a state, what another mixture may change.
+_DATA = ("manifest", "sources", "packing")
 _MOST = 1 << 20  # of samples in quarantine that a configuration may allow
 
 
@@ -64,7 +75,8 @@ class Exposure:
         run: its folder.
         first, last: steps that it trained; 0 for none.
         uses: in the order of steps and rows.
-        heldout: held-out sources that hold such samples: validations read them.
+        heldout: held-out sources, of any start, that hold such samples: validations read them.
+        untold: held-out sources that are not there any more, so nobody knows whether they did.
     """
 
     run: str
@@ -72,6 +84,7 @@ class Exposure:
     last: int = 0
     uses: list[Use] = field(default_factory=list)
     heldout: list[str] = field(default_factory=list)
+    untold: list[str] = field(default_factory=list)
 
 
 def exposure(
@@ -88,21 +101,21 @@ def exposure(
 
     Raises:
         ValueError, IndexMismatch, StoreError, CheckpointError: the run folder or its sources are
-            not as they were, so its steps cannot be planned again; says what differs.
+            not as they were, so its steps cannot be planned again, or neither the run nor its root
+            knows a source; says what differs.
     """
-    files = (run_dir / "config.yaml", run_dir / METRICS)
-    if not any(file.is_file() for file in files):
-        return Exposure(str(run_dir))  # a start that told its sources and came no further
-    config = load_config(run_dir / "config.yaml")
-    store = open_data(config.data.replace(cache=None, requests_per_second=None))
-    there = held(store, wanted)
-    names = config.data.source_names
-    found = Exposure(str(run_dir), *_steps(run_dir))
-    states = [renumbered(state, names) for state in _states(run_dir, config)]
+    if not (config := _config_of(run_dir)):
+        return Exposure(str(run_dir))
+    found, states = Exposure(str(run_dir), *_steps(run_dir)), _states(run_dir, config)
     if states:
         found.last = max(found.last, states[-1]["step"])
-    found.heldout = sorted({*there} & {*config.data.heldout})
-    if not found.last or not {*there} & {*config.data.source_names}:
+    if not found.last:
+        return found
+    store = _open(config)
+    _check_names(run_dir, config, store, wanted)
+    there = held(store, wanted)
+    found.heldout, found.untold = _held_out(run_dir, store, there)
+    if not {*there} & {*config.data.source_names}:
         return found
     planner, state, masked = _replay(run_dir, config, store, states)
     anchors = {one["step"]: one for one in states}
@@ -113,6 +126,19 @@ def exposure(
             found.uses += _uses(planner, plan, there, masked)
         progress(step, found.last)
     return found
+
+
+def known_names(run_dir: Path) -> set[str]:
+    """Return the names of sources that a run or the root of its data knows.
+
+    Sources that were collected are among them: the run has noted their names, or shards of theirs
+    are still in their folders, for other sources.
+
+    Raises:
+        ValueError, StoreError: the run folder or its root cannot be read.
+    """
+    config = _config_of(run_dir)
+    return _noted_names(run_dir, config) | ({*_folders(_open(config))} if config else set())
 
 
 def replay(run_dir: Path, config: Config, store: Store) -> tuple[Planner, State]:
@@ -135,8 +161,72 @@ def _replay(
     """As `replay`; also (step from 0, source, sample) of all that could not be read."""
     indices = [read_index(store, name) for name in config.data.source_names]
     planner = _planner(run_dir, config, indices)
-    masked = _quarantine(run_dir, planner, states)
-    return planner, _begin(run_dir, config, planner), masked
+    begin = _begin(run_dir, config, planner)
+    return planner, begin, _quarantine(run_dir, planner, [begin, *states[-1:]])
+
+
+def _config_of(run_dir: Path) -> Config | None:
+    """Return a run's configuration; None: its start only noted its sources, so it did no step."""
+    files = (run_dir / "config.yaml", run_dir / METRICS)
+    return load_config(files[0]) if any(file.is_file() for file in files) else None
+
+
+def _open(config: Config) -> Store:
+    return open_data(config.data.replace(cache=None, requests_per_second=None))
+
+
+def _folders(store: Store) -> list[str]:
+    return sorted({key.partition("/")[0] for key in store.list() if "/" in key})
+
+
+def _noted_names(run_dir: Path, config: Config | None) -> set[str]:
+    """Return the sources that a run noted, of whatever use, or that its configuration names."""
+    noted = {one["name"] for one in json.loads((run_dir / RUN_SOURCES).read_text())}
+    return noted if config is None else noted | {*config.data.source_names, *config.data.heldout}
+
+
+def _check_names(
+    run_dir: Path, config: Config, store: Store, wanted: Mapping[str, Sequence[str]]
+) -> None:
+    """Refuse where a source of the run or of the samples is missing: 0 uses would be no answer."""
+    here, noted = {*sources_at(store)}, _noted_names(run_dir, config)
+    if gone := sorted({*config.data.source_names} - here):
+        raise ValueError(
+            f"{run_dir}: its uses cannot be told: it drew from {listed(gone)}, not under "
+            f"{store.uri} any more, so its steps cannot be planned again; restore the source"
+        )
+    missing = sorted({*wanted} - here)
+    if known := [name for name in missing if name in noted | {*_folders(store)}]:
+        raise ValueError(
+            f"{run_dir}: uses of samples of {listed(known)} cannot be told: under {store.uri} "
+            "there is no finished source of this name, or no longer; restore it, or name the "
+            "samples by a source that holds the same shards"
+        )
+    if missing:
+        raise ValueError(
+            f"{run_dir}: neither this run nor {store.uri} knows a source {missing[0]!r}; "
+            + did_you_mean(missing[0], sorted(here | noted))
+        )
+
+
+def _held_out(
+    run_dir: Path, store: Store, there: Mapping[str, Sequence[int]]
+) -> tuple[list[str], list[str]]:
+    """Return the held-out sources of all starts that hold samples, and those that are gone."""
+    noted = json.loads((run_dir / RUN_SOURCES).read_text())
+    used = {one["name"]: one for one in noted if one["use"] == "heldout"}
+    here = {*sources_at(store)}
+    same = {name for name in used if name in here and _same_data(used[name], store)}
+    return sorted(same & {*there}), sorted({*used} - same)
+
+
+def _same_data(noted: Mapping[str, Any], store: Store) -> bool:
+    """Whether a source still holds what a run noted of it, apart from redactions."""
+    manifest = read_manifest(store, noted["name"])
+    return noted.get("made_as", noted["content_hash"]) in (
+        manifest["content_hash"],
+        identity_of(manifest),
+    )
 
 
 def _uses(
@@ -162,33 +252,19 @@ def _uses(
 
 def _steps(run_dir: Path) -> tuple[int, int]:
     """Return the first and the last step of metrics.jsonl; (0, 0) where there is none."""
-    file = run_dir / METRICS
-    if not file.is_file():
-        return 0, 0
-    with file.open("rb") as lines:
-        first = lines.readline()
-        size, block = lines.seek(0, 2), 1 << 16
-        while True:
-            lines.seek(max(0, size - block))
-            whole, _, _ = lines.read().rpartition(b"\n")
-            if b"\n" in whole or block >= size:
-                break
-            block *= 4
-    last = whole.rpartition(b"\n")[2]
-    try:
-        return (json.loads(first)["step"], json.loads(last)["step"]) if last else (0, 0)
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{file}: a line is not that of a step") from None
+    first, last = (find(run_dir / METRICS) for find in (first_step, last_step))
+    return first or 0, last or 0
 
 
 def _states(run_dir: Path, config: Config) -> list[State]:
-    """Return the loader's states in the run's checkpoints, by step."""
+    """Return the loader's states in the run's checkpoints by step; sources numbered as now."""
     where = noted_place(run_dir) or config.checkpoint.place or str(run_dir / "checkpoints")
     place = open_place(where)
     if place.folder is not None and not place.folder.is_dir():
         return []
     try:
-        return [place.checkpoint(step).manifest().state.loader for step in place.steps()]
+        found = [place.checkpoint(step).manifest().state.loader for step in place.steps()]
+        return [renumbered(state, config.data.source_names) for state in found]
     finally:
         place.close()
 
@@ -229,9 +305,13 @@ def _tombstones(run_dir: Path, config: Config, indices: Sequence[SourceIndex]) -
 def _quarantine(
     run_dir: Path, planner: Planner, states: Sequence[State]
 ) -> set[tuple[int, int, int]]:
-    """Put into quarantine what the run did; returns (step from 0, source, sample) of all faults."""
+    """Put into quarantine what the run did; returns (step from 0, source, sample) of all faults.
+
+    Args:
+        states: the run's first, whose quarantine it took over, and its newest.
+    """
     number = {index.name: at for at, index in enumerate(planner.indices)}
-    faults = {(int(c), int(a), int(b)) for a, b, c in (states[-1]["quarantine"] if states else [])}
+    faults = {(int(c), int(a), int(b)) for one in states for a, b, c in one["quarantine"]}
     file = run_dir / QUARANTINE
     for line in file.read_text().splitlines() if file.is_file() else ():
         one = json.loads(line)
@@ -256,23 +336,23 @@ def _history(run_dir: Path, planner: Planner) -> State:
 
 def _begin(run_dir: Path, config: Config, planner: Planner) -> State:
     """Return the loader's state before the run's first step."""
-    history = _history(run_dir, planner)
-    if config.train.start_optimizer != "keep":
-        return planner.state_dict() | history
-    if history:
+    history, here, file = _history(run_dir, planner), planner.state_dict(), run_dir / RUN_BEGAN_AT
+    first = _steps(run_dir)[0]
+    if not file.is_file():
+        if first > 1 or config.train.start_optimizer == "keep":
+            raise ValueError(
+                f"{file} is missing: the data of this run go on from another run's, and nobody "
+                "knows from where, so its steps cannot be planned again; restore the file"
+            )
+        return here | history
+    began = renumbered(json.loads(file.read_text()), planner.config.source_names)
+    if first and began["step"] + 1 != first:
         raise ValueError(
-            f"{run_dir}: its data go on from another run's (train.start_optimizer=keep) and were "
-            "changed on the way: its steps cannot be planned again"
+            f"{file} is of step {began['step']}, but {METRICS} begins with step {first}: its steps "
+            "are of two courses and cannot be planned again"
         )
-    began = json.loads((run_dir / BEGAN).read_text())["train.start_from"]["checkpoint"]
-    try:
-        before = open_checkpoint(began).manifest().state
-    except CheckpointError as error:
-        raise ValueError(
-            f"{run_dir}: its data go on from {began} (train.start_optimizer=keep), which is not "
-            f"there any more, so its steps cannot be planned again: {error}"
-        ) from None
-    return taken_over(planner, before.loader, before.step)[0]
+    # Its sources were compared with sources.json; on the way others may have come in.
+    return began | (history and {key: here[key] for key in _DATA} | history)
 
 
 def _compare(run_dir: Path, state: State, saved: State | None) -> None:

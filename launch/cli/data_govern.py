@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from data_pipeline.catalog.engine import Catalog
     from data_pipeline.govern.redact import Done, Plan
     from data_pipeline.store.open import Store
+    from kimi_pretrain.tools.exposure import Exposure
 
 Wanted = dict[str, list[str]]
 
@@ -44,7 +45,9 @@ def exposure(
 
     The steps of each run are planned once more, from its config.yaml and the
     indices; no data are read and no log is needed. A run that cannot be planned
-    again is named, and the exit code is 1 then.
+    again is named, and the exit code is 1 then; so it is where a source of the
+    run or of the samples is not there any more. A source that no run and no root
+    knows is an error.
 
     \b
     kimi-pretrain data exposure /shared/runs --source captions --key sea-1
@@ -55,42 +58,83 @@ def exposure(
         from kimi_pretrain.tools.exposure import exposure as look
         from launch.cli.progress import item_bar
 
-        wanted = _wanted(source, key, samples)
         folders = run_folders(runs)
+        wanted = _by_run(folders, _wanted(source, key, samples))
         told: list[dict[str, Any]] = []
         lines: list[str] = []
-        failed = 0
+        failed = untold = 0
         for folder in folders:
             try:
                 with item_bar(folder.name) as show:
-                    found = look(folder, wanted, show)
+                    found = look(folder, wanted[folder], show)
             except Exception as error:
                 if (message := user_message(error)) is None:
                     raise
                 typer.echo(f"left out: {message}", err=True)
                 failed += 1
                 continue
-            uses = [{"run": found.run, **use._asdict()} for use in found.uses]
-            lines += [json.dumps(one) for one in uses]
-            steps = len({use.step for use in found.uses})
-            summary = {"run": found.run, "first": found.first, "last": found.last}
-            summary |= {"uses": len(uses), "steps": steps, "heldout": found.heldout}
-            told.append(summary)
-            typer.echo(
-                f"{found.run}: {len(uses):,} uses in {steps:,} of steps {found.first} to "
-                f"{found.last}" + "".join(f", held out in {name}" for name in found.heldout)
-            )
-            for use in found.uses[:_SHOWN]:
-                masked = "  masked" if use.masked else ""
-                typer.echo(f"  step {use.step} row {use.row}  {use.source} {use.key}{masked}")
-            if len(uses) > _SHOWN:
-                typer.echo(f"  and {len(uses) - _SHOWN:,} more" + ("" if out else ": see --out"))
+            told.append(_tell_exposure(found, "" if out else ": see --out"))
+            lines += [json.dumps({"run": found.run, **use._asdict()}) for use in found.uses]
+            untold += len(found.untold)
         if out is not None:
             out.write_text("".join(f"{line}\n" for line in lines))
         if as_json:
             typer.echo(json.dumps({"runs": told, "failed": failed}))
-        if failed:
+        if failed or untold:
             raise typer.Exit(1)
+
+
+def _by_run(folders: Sequence[Path], wanted: Wanted) -> dict[Path, Wanted]:
+    """Return of each run the samples of sources that it knows, or the root of its data.
+
+    Raises:
+        ValueError: no run knows a source; names the nearest.
+    """
+    from data_pipeline.names import did_you_mean
+    from kimi_pretrain.tools.exposure import known_names
+
+    known: dict[Path, set[str]] = {}
+    for folder in folders:
+        try:
+            known[folder] = known_names(folder)
+        except Exception as error:
+            if user_message(error) is None:
+                raise  # otherwise it is told when this run is looked at
+            known[folder] = {*wanted}
+    every = set[str]().union(*known.values())
+    if nowhere := sorted({*wanted} - every):
+        raise ValueError(
+            f"no run here, nor the root of its data, knows a source {nowhere[0]!r}; "
+            + did_you_mean(nowhere[0], sorted(every))
+        )
+    return {
+        folder: {name: keys for name, keys in wanted.items() if name in known[folder]}
+        for folder in folders
+    }
+
+
+def _tell_exposure(found: "Exposure", hint: str) -> dict[str, Any]:
+    """Print what a run used; returns its summary for --json."""
+    uses, steps = len(found.uses), len({use.step for use in found.uses})
+    typer.echo(
+        f"{found.run}: {uses:,} uses in {steps:,} of steps {found.first} to {found.last}"
+        + "".join(f", held out in {name}" for name in found.heldout)
+    )
+    for use in found.uses[:_SHOWN]:
+        masked = "  masked" if use.masked else ""
+        typer.echo(f"  step {use.step} row {use.row}  {use.source} {use.key}{masked}")
+    if uses > _SHOWN:
+        typer.echo(f"  and {uses - _SHOWN:,} more{hint}")
+    for name in found.untold:
+        typer.echo(
+            f"{found.run}: whether held-out source {name!r} held them cannot be told: it is not "
+            "there any more, or holds other data",
+            err=True,
+        )
+    summary = {"run": found.run, "first": found.first, "last": found.last}
+    return summary | {
+        "uses": uses, "steps": steps, "heldout": found.heldout, "untold": found.untold,
+    }  # fmt: skip
 
 
 def redact(

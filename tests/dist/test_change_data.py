@@ -12,6 +12,7 @@ from tests.dist.jobs import layout, read_metrics, train
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 FIRST = (*layout(), "data.pack_window=8", "checkpoint.every=2", "data.vision_token_ratio=null")
+HELDOUT = ("data.heldout={pictures_heldout: 1}", "train.validate_every=9", "data.heldout_tokens=99")
 SECOND = "data.sources={pictures: 1, words: 1, words_heldout: 3}"
 
 
@@ -21,9 +22,12 @@ def going_on(folder, *overrides):
 
 @pytest.fixture(scope="module")
 def run(data_root, tmp_path_factory):
-    """Two steps, changed and two more in another layout, and four more without the flag."""
+    """Two steps, changed and two more in another layout, and four more without the flag.
+
+    The first start alone is validated.
+    """
     folder = tmp_path_factory.mktemp("changed") / "run"
-    done = train(folder, *FIRST, f"data.root={data_root}", "train.steps=2")
+    done = train(folder, *FIRST, *HELDOUT, f"data.root={data_root}", "train.steps=2")
     assert done.returncode == 0, done.stdout + done.stderr
     shutil.copytree(folder, folder.with_name("begun"))
     root = f"data.root={data_root}"
@@ -53,7 +57,9 @@ def test_it_says_where_and_what_follows_holds_to_it(run, data_root):
     ]  # fmt: skip
     sources = json.loads((folder / "sources.json").read_text())
     since = {one["name"]: one["from_step"] for one in sources}
-    assert since == {"pictures": 1, "words": 1, "words_heldout": first}
+    assert since == {"pictures": 1, "words": 1, "words_heldout": first, "pictures_heldout": 1}
+    assert sources[-1]["use"] == "heldout"  # of the first start: its validations read it
+    assert exposure(folder, {"pictures_heldout": ["p0000"]}).heldout == ["pictures_heldout"]
     lines = read_metrics(folder)
     assert [line["step"] for line in lines] == [*range(1, 9)]
     with_new = [

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 import re
 import shutil
 import signal
@@ -13,12 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from data_pipeline.index.manifest import RUN_BEGAN_AT
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.load import load
 from kimi_pretrain.checkpoint.saver import CheckpointSaver
 from kimi_pretrain.checkpoint.storage_read import open_place
 from kimi_pretrain.config import load_config
 from kimi_pretrain.reliability.status import read_status
+from kimi_pretrain.tools.exposure import exposure
 from kimi_pretrain.weights.compatibility import open_compatible
 from kimi_pretrain.weights.initial_weights import open_initial_weights
 from kimi_pretrain.weights.kept_optimizer import check_kept
@@ -43,7 +46,7 @@ OPTIMIZER = ("max_logits", "clipped_heads", "update_rms", "orthogonality_error",
 
 HELDOUT = (
     "data.heldout={words_heldout: 1, pictures_heldout: 1}", "data.heldout_tokens=1000",
-    "train.validate_every=2",
+    "train.validate_every=4",  # not a divisor of the steps: the last one is validated as well
 )  # fmt: skip
 
 
@@ -183,10 +186,18 @@ def test_resume_is_bitwise(straight, interrupted, data_root):
     assert status is not None
     assert (status.state, status.step) == ("finished", 6)
     whole, part = (held_out(run) for run in (straight, folder))
-    assert [line["step"] for line in whole] == [0, 2, 4, 6]
+    assert [line["step"] for line in whole] == [0, 4, 6]
     # Never validated before, it begins with one, at whichever step it goes on.
-    assert part[0]["step"] == begun
-    assert [line for line in part if not line["step"] % 2] == whole[-((6 - begun) // 2 + 1) :]
+    assert [line["step"] for line in part] == sorted({begun, 6} | ({4} if begun < 4 else set()))
+    assert [line for line in part if line["step"] in (4, 6)] == [
+        line for line in whole if line["step"] >= begun
+    ]
+    for line in whole:  # the mean over the tokens that are learnt, of which there are fewer
+        tokens, sums = line["loss_tokens_by_source"], line["loss_by_source"]
+        mean = sum(sums[name] * tokens[name] for name in sums) / sum(tokens.values())
+        assert line["loss"] == pytest.approx(mean, rel=1e-9)
+        assert sum(tokens.values()) == line["loss_tokens"] < line["text_tokens"]
+    assert whole[0]["loss"] == pytest.approx(math.log(768), rel=0.05)  # nothing is learnt yet
 
 
 def count_tokens(lines: list[dict]) -> tuple[int, int]:
@@ -224,6 +235,10 @@ def test_a_stage_that_keeps_all_and_changes_nothing_is_an_unbroken_run(
     used = "{:,} and {:,}".format(*count_tokens(read_metrics(straight)[:3]))
     told = "train.steps=6 ends the run before data.budget does, which ends after"
     assert re.search(rf"{told} .* \(those of earlier steps, {used}, among them\)", done.stderr)
+    began = json.loads((tmp_path / "kept" / RUN_BEGAN_AT).read_text())
+    assert began["step"] == 3
+    uses = exposure(tmp_path / "kept", {"words": [f"w{n:04d}" for n in range(200)]}).uses
+    assert {use.step for use in uses} == {4, 5, 6}
     # Validated at the first step that it has, as any stage, and when it is due.
     assert [line["step"] for line in held_out(tmp_path / "kept")] == [3, 4, 6]
     assert held_out(tmp_path / "kept")[1:] == held_out(straight)[-2:]

@@ -149,8 +149,9 @@ ROOMS: dict[str, set[str]] = {
         "kimi_pretrain.memory", "kimi_pretrain.memory.plan", "kimi_pretrain.memory.search",
         "kimi_pretrain.memory.states", "kimi_pretrain.model",
         "kimi_pretrain.optim", "kimi_pretrain.parallel", "kimi_pretrain.reliability",
-        "kimi_pretrain.run", "kimi_pretrain.tools.optimizer_division", "kimi_pretrain.update",
-        "kimi_pretrain.tools.validation", "kimi_pretrain.weights.siglip_shapes",
+        "kimi_pretrain.run", "kimi_pretrain.telemetry.jsonl",
+        "kimi_pretrain.tools.optimizer_division", "kimi_pretrain.tools.validation",
+        "kimi_pretrain.update", "kimi_pretrain.weights.siglip_shapes",
         "data_pipeline", "moonvit3d",
     },
     "kimi_pretrain.train": {

@@ -228,11 +228,15 @@ def test_the_data_of_a_stage_begin_anew_where_they_are_others(name):
 def test_the_data_of_a_stage_go_on_where_they_are_the_same():
     """Of a run of other steps and rows a step too; with shares that are to change later."""
     later = BlendStage(after_tokens=10**6, sources=MEDIA | TEXTS, vision_token_ratio=0.1)
-    state = planner_of(**BUDGET).state_at(5)
+    before = planner_of(**BUDGET)
+    assert before.quarantine(0, 3, 2)
+    state = before.with_quarantine(before.state_at(5))
     for changes in ({}, {"rows_per_step": 5}, {"schedule": [later]}):
         planner = planner_of(**BUDGET | changes)
-        assert taken_over(planner, state, 5) == (state, None)
-        planner.load_state_dict(state)
+        found, why = taken_over(planner, state, 5)
+        assert (found, why) == (state, None)
+        planner.load_state_dict(found)
+        assert not planner.quarantine(0, 3, 7)  # known to be unusable
         assert budget_end(planner).before == tuple(state["tokens"])
 
 

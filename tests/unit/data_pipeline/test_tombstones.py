@@ -9,7 +9,9 @@ import pytest
 
 from data_pipeline.access import open_fetcher, shard_versions
 from data_pipeline.config import DataConfig
+from data_pipeline.index.manifest import sources_at
 from data_pipeline.ingest.ingest import ingest
+from data_pipeline.ingest.reindex import reindex
 from data_pipeline.ingest.samples import CrudeSample, TextSegment
 from data_pipeline.plan.once import once
 from data_pipeline.plan.planner import DataUsedUp, Planner
@@ -288,6 +290,10 @@ def test_redacted_samples_are_out_from_where_a_run_finds_them_so(made):
     more.load_state_dict(after[5])
     plans, last = run(more, 10)
     assert counts(last[-1]) == [(10, {"web": 2}), (15, {"web": 3})]
+    told = (
+        "source 'web': 3 samples were redacted and count as tombstones, 2 from step 11 on, 1 from"
+    )
+    assert more.notices()[-1].startswith(f"{told} step 16 on: ")
     assert not drawn(plans) & {(1, 1), (1, 3), (1, 9)}
     with pytest.raises(ValueError, match="replaced by an older one"):
         Planner(once_more, CONFIG).load_state_dict(last[-1])
@@ -298,6 +304,38 @@ def test_redacted_samples_are_out_from_where_a_run_finds_them_so(made):
     assert Planner(once_more, CONFIG).state_at(30) == found[30]
 
 
+def test_a_list_that_other_runs_share_is_taken(texts, tmp_path):
+    """Lines of sources that they read are told; none that looks meant for one of this run."""
+    config, tokenizer, indices, _ = texts
+    store, alone = FolderStore(config.root), config.replace(sources={"web": 1.0})
+    if "web_2" not in sources_at(store):
+        reindex(store, "web", "web_2", tokenizer)  # the same samples
+    mine, web = ("web", "web3", 5), indices[1:]
+
+    def found(*entries, config=alone, indices=web):
+        return tombstones_of(config.replace(tombstones=listed(tmp_path, entries)), indices)
+
+    others = [("notes", "notes3", 1), ("clips", "web3", 1), ("web.2024", "c1", 1), ("a/b", "c", 1)]
+    out = found(mine, *others)
+    assert out.listed.tolist() == [[0, 3, 4]]
+    told = "data.tombstones: lines of sources that this run does not read count for nothing here: "
+    under = f"(not under {config.root})"
+    names = f"a/b {under}, clips {under}, notes, web.2024 {under}"
+    assert out.notices()[-1] == told + names
+    for name, why in (
+        ("wep", f"is not under {config.root}"),
+        ("web_2", "is not read by this run and shares shards"),
+    ):
+        with pytest.raises(ValueError, match=f"line 2: source '{name}' {why}.*an 'web'.*'web4'"):
+            found(mine, (name, "web4", 5))
+        assert found(mine, (name, "web3", 1)).listed.tolist() == [[0, 3, 4]]  # it has its line
+        assert found(mine, (name, "no such key", 1)).passed_over[0].startswith(name)
+    heldout = config.replace(sources={"notes": 1.0}, heldout={"web": 1.0})
+    assert found(mine, ("wep", "web4", 1), config=heldout, indices=indices[:1]).passed_over
+    with pytest.raises(ValueError, match="did you mean 'web'"):  # where held-out sources are read
+        found(mine, ("wep", "web4", 1), config=heldout, indices=web)
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -306,7 +344,6 @@ def test_redacted_samples_are_out_from_where_a_run_finds_them_so(made):
         ('{"source": "web", "key": 3, "from_step": 1}', "line 1: key is 3; expected"),
         ('{"source": "web", "key": "x", "from_step": 0}', "from_step is 0; expected the first"),
         ('{"source": "web", "key": "x", "from_step": true}', "from_step is True"),
-        ('{"source": "wep", "key": "x", "from_step": 1}', "no source 'wep' .*did you mean 'web'"),
         ('\n{"source": "web", "key": "x", "from_step": 1}', "line 2: source 'web' has no sample"),
         ('{"source": "web", "key": "x", "from_step": 1, "why": 1}', "line 1: .*expected {"),
     ],

@@ -1,7 +1,7 @@
 """`kimi-pretrain data exposure | redact`, from the command line."""
 
 import json
-from shutil import copytree
+from shutil import copytree, rmtree
 
 import pytest
 
@@ -85,6 +85,35 @@ def test_a_request_from_exposure_to_the_audit(root, tmp_path):
     assert "restore the source" in found.stderr
     assert f"{runs / 'third'}: " not in found.stdout
     assert f"{runs / 'mine'}: " in found.stdout
+
+
+def test_exposure_does_not_answer_for_what_is_not_there(root, tmp_path):
+    """A source that was collected, of the run or held out; and one that nobody knows."""
+    store, mine = FolderStore(root), tmp_path / "mine"
+    sources = "data.sources={words: 1}"
+    keys = (f"data.root={root}", sources, "data.vision_token_ratio=null")
+    config = load_config("tiny_cpu", [*SMALL, *keys])
+    mine.mkdir()
+    (mine / "config.yaml").write_text(dump_config(config))
+    words, pictures = (read_index(store, name) for name in ("words", "pictures_heldout"))
+    noted = run_sources(config.data, [words], [pictures])
+    (mine / RUN_SOURCES).write_text(json.dumps(noted))
+    (mine / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    wrong = run("exposure", mine, "--source", "wrods", "--key", "w0001", code=2)
+    assert "knows a source 'wrods'; did you mean 'words'?" in wrong.stderr
+    held = ("exposure", mine, "--source", "pictures_heldout", "--key", "p0001")
+    assert "0 uses in 0 of steps 1 to 2, held out in pictures_heldout" in run(*held).stdout
+    rmtree(root / "pictures_heldout")
+    asked = ("exposure", mine, "--source", "words", "--key", "w0001", "--json")
+    found = run(*asked, code=1)
+    assert "whether held-out source 'pictures_heldout' held them cannot be told" in found.stderr
+    assert json.loads(found.stdout.splitlines()[-1])["runs"][0]["untold"] == ["pictures_heldout"]
+    assert "pictures_heldout cannot be told: under" in run(*held, code=1).stderr
+    rmtree(root / "words")
+    for one in (asked, ("exposure", mine, "--source", "pictures", "--key", "p0001")):
+        found = run(*one, code=1)
+        assert "its uses cannot be told: it drew from words, not under" in found.stderr
+        assert "0 uses" not in found.stdout
 
 
 class Closing:

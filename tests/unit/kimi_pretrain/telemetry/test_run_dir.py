@@ -19,7 +19,15 @@ from kimi_pretrain.telemetry.console import StepDisplay, StepLines
 from kimi_pretrain.telemetry.losses import LossSums, bins_of
 from kimi_pretrain.telemetry.metrics import RankMetrics
 from kimi_pretrain.telemetry.recorder import RankReport, Recorder
-from kimi_pretrain.telemetry.run_dir import MetricsWriter, git_state, scalars, write_trace
+from kimi_pretrain.telemetry.run_dir import (
+    MetricsWriter,
+    git_state,
+    note_beginning,
+    scalars,
+    tell_sources,
+    with_earlier_heldout,
+    write_trace,
+)
 
 
 def test_metrics_are_on_disk_as_soon_as_they_are_written(tmp_path):
@@ -109,6 +117,46 @@ def test_the_lines_of_other_weights_are_set_aside(history, tmp_path):
         for name in ("metrics", "heldout")
     ]
     assert tuple(left) == HISTORIES[history]
+
+
+def source(name, use, content="a" * 64):
+    return {"name": name, "use": use, "content_hash": content, "made_as": content}
+
+
+def test_held_out_sources_of_earlier_starts_are_not_forgotten(tmp_path):
+    """Their samples were read by validations; their data do not change under their names."""
+    before = [source("words", "train"), source("held", "heldout")]
+    tell_sources(tmp_path, before)
+    tell_sources(tmp_path, [source("words", "train"), source("held", "heldout", "b" * 64)])
+    assert json.loads((tmp_path / "sources.json").read_text()) == before  # it did no step
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    now = [source("words", "train"), source("other", "heldout"), source("held", "train")]
+    tell_sources(tmp_path, now)
+    assert with_earlier_heldout(tmp_path, now) == [*now, before[1]]
+    with pytest.raises(ValueError, match="'held' is bbbbbbbbbbbb, .* validated with aaaaaaaaaaaa"):
+        tell_sources(tmp_path, [source("held", "heldout", "b" * 64)])
+    redacted = source("held", "heldout") | {"content_hash": "c" * 64}  # the same, less a sample
+    tell_sources(tmp_path, [redacted])
+
+
+@pytest.mark.parametrize(
+    ("lines", "step", "history", "kept"),
+    [
+        ([], 40, "none", 40),  # a stage that keeps all
+        ([], 40, "other", 40),  # a run that goes on from another's checkpoint
+        ([41, 42], 30, "other", 30),  # and once more from an earlier one
+        ([31, 40], 40, "own", 7),  # its own: where it began was noted then
+        ([1, 40], 40, "none", 40),  # those steps were of a start that saved nothing
+        ([1, 2], 0, "none", None),
+    ],
+)
+def test_where_the_data_of_a_folder_began_is_kept(tmp_path, lines, step, history, kept):
+    (tmp_path / "data_began_at.json").write_text('{"step": 7}\n')
+    text = "".join(json.dumps({"step": step}) + "\n" for step in lines)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    note_beginning(tmp_path, {"step": step}, history)
+    file = tmp_path / "data_began_at.json"
+    assert (json.loads(file.read_text())["step"] if file.exists() else None) == kept
 
 
 def test_two_starts_at_step_0_leave_one_validation_of_it(tmp_path):

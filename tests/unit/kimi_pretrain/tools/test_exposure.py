@@ -13,7 +13,13 @@ import pytest
 from data_pipeline.access import run_sources
 from data_pipeline.fetch import everything, resolve
 from data_pipeline.govern.redact import carry_out
-from data_pipeline.index.manifest import RUN_MIXTURES, RUN_SOURCES, RUN_TOMBSTONES, read_index
+from data_pipeline.index.manifest import (
+    RUN_BEGAN_AT,
+    RUN_MIXTURES,
+    RUN_SOURCES,
+    RUN_TOMBSTONES,
+    read_index,
+)
 from data_pipeline.ingest.reindex import reindex
 from data_pipeline.plan.change import change
 from data_pipeline.plan.planner import Planner
@@ -24,7 +30,8 @@ from data_pipeline.text import Tokenizer
 from kimi_pretrain.checkpoint.manifest import INDEX, MANIFEST, Fingerprint, RunState, manifest_of
 from kimi_pretrain.config import dump_config, load_config
 from kimi_pretrain.reliability.anomaly_guard import sample_names
-from kimi_pretrain.tools.exposure import exposure, replay
+from kimi_pretrain.telemetry.run_dir import note_beginning
+from kimi_pretrain.tools.exposure import exposure, known_names, replay
 from launch.cli.data_show import read_rows, show_rows
 from tests.dist.jobs import SMALL
 
@@ -202,6 +209,10 @@ def test_a_run_that_went_over_to_other_data_is_planned_with_both(data_root, tmp_
     for index in made.indices:
         found = exposure(made.run, {index.name: [index.key_of(n) for n in range(9)]})
         assert told(found) == made.logged(index.name, range(9))
+    later = goes_on_from(made, 60, tmp_path / "later")  # one source then, changed on the way
+    for index in made.indices:
+        found = exposure(later, {index.name: [index.key_of(n) for n in range(9)]})
+        assert told(found) == [use for use in made.logged(index.name, range(9)) if use[0] > 60]
     (made.run / RUN_MIXTURES).unlink()
     with pytest.raises(ValueError, match="step 60 is at .* were changed on the way"):
         exposure(made.run, {"words": ["w0001"]})
@@ -211,6 +222,109 @@ def test_a_start_that_told_its_sources_and_failed_has_used_nothing(made, tmp_pat
     (tmp_path / RUN_SOURCES).write_text((made.run / RUN_SOURCES).read_text())
     found = exposure(tmp_path, {"words": ["w0001"]})
     assert (found.first, found.last, found.uses, found.heldout) == (0, 0, [], [])
+
+
+def goes_on_from(made, step, folder, *keys):
+    """A run folder whose steps begin after one of another run, which left nothing but its state."""
+    copytree(made.run, folder)
+    saved = made.run / "checkpoints" / f"step_{step:08d}" / MANIFEST
+    state = json.loads(saved.read_text())["state"]["loader"]
+    for file in (folder / "quarantine.jsonl", folder / "metrics.jsonl"):
+        lines = [line for line in file.read_text().splitlines() if json.loads(line)["step"] > step]
+        file.write_text("".join(f"{line}\n" for line in lines))
+    rmtree(folder / "checkpoints")
+    note_beginning(folder, state, "none")
+    config = load_config(folder / "config.yaml", keys)
+    (folder / "config.yaml").write_text(dump_config(config))
+    return folder
+
+
+KEEP = ("train.start_optimizer=keep", "train.start_from=gone/checkpoints/step_00000060")
+
+
+@pytest.mark.parametrize("keys", [KEEP, ()], ids=["a stage that keeps all", "a run resumed there"])
+def test_a_run_goes_on_with_the_quarantine_of_the_run_before(made, tmp_path, keys):
+    """Neither's checkpoints are there any more."""
+    folder = goes_on_from(made, 60, tmp_path / "run", *keys)
+    for index in made.indices:
+        wanted = [index.key_of(n) for n in range(0, index.num_samples, 3)]
+        found = exposure(folder, {index.name: wanted})
+        numbers = range(0, index.num_samples, 3)
+        logged = [use for use in made.logged(index.name, numbers) if use[0] > 60]
+        assert told(found) == logged
+        assert (found.first, found.last) == (61, STEPS)
+    wanted = {made.indices[0].name: [made.indices[0].key_of(0)]}
+    if keys:
+        shown = read_rows(str(folder / "config.yaml"), (), 100, range(4)).request.texts
+        texts = sorted((r.row, r.span.offset) for r in shown)
+        assert texts == sorted((row, offset) for s, row, _, offset in made.log if s == 100)
+    (folder / RUN_BEGAN_AT).write_text('{"step": 80}')
+    with pytest.raises(ValueError, match="is of step 80, but metrics.jsonl begins with step 61"):
+        exposure(folder, wanted)
+    (folder / RUN_BEGAN_AT).unlink()
+    with pytest.raises(ValueError, match="data_began_at.json is missing: the data of this run go"):
+        exposure(folder, wanted)
+
+
+def test_parts_epochs_and_held_out_sources_are_told(data_root, tmp_path):
+    """Of texts that are split into several rows, in several epochs."""
+    copytree(data_root, tmp_path / "corpus")
+    sources = "data.sources={words: 1, words_heldout: 1}"
+    keys = (f"data.root={tmp_path / 'corpus'}", sources, "data.vision_token_ratio=null")
+    config = load_config("tiny_cpu", [*SMALL, *ONE, *keys])
+    store, data = FolderStore(tmp_path / "corpus"), config.data
+    indices = [read_index(store, name) for name in data.source_names]
+    held = [read_index(store, "pictures_heldout")]  # of an earlier start alone
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    (tmp_path / RUN_SOURCES).write_text(json.dumps(run_sources(data, indices, held)))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 40}\n')
+    planner = Planner(indices, data)
+    state, logged = planner.state_dict(), []
+    for step in range(1, 41):
+        plan, state = planner.plan(state)
+        table = plan.samples
+        for at in range(len(table)):
+            index = indices[table.source[at]]
+            use = (int(table.row[at]), index.name, index.key_of(int(table.index[at])))
+            logged.append((step, *use, int(table.part[at]), int(table.epoch[at]), False))
+    wanted = {index.name: [index.key_of(n) for n in range(3)] for index in indices}
+    wanted["pictures_heldout"] = [held[0].key_of(1)]
+    found = exposure(tmp_path, wanted)
+    chosen = [use for use in logged if use[3] in wanted[use[2]]]
+    assert sorted(found.uses) == sorted(chosen)
+    assert {use.part for use in found.uses} > {0, 1}
+    assert {use.epoch for use in found.uses} > {0, 1}
+    assert (found.heldout, found.untold) == (["pictures_heldout"], [])
+    rmtree(tmp_path / "corpus" / "pictures_heldout")
+    found = exposure(tmp_path, {"words": ["w0001"]})
+    assert (found.heldout, found.untold) == ([], ["pictures_heldout"])
+
+
+def test_of_a_source_that_is_gone_nothing_is_told(made, tmp_path):
+    """Whether the run drew from it, or from another one that holds its shards."""
+    copytree(made.root, tmp_path / "corpus")
+    copytree(made.run, tmp_path / "run")
+    text = (tmp_path / "run" / "config.yaml").read_text()
+    moved = text.replace(str(made.root), str(tmp_path / "corpus"))
+    (tmp_path / "run" / "config.yaml").write_text(moved)
+    store, index = FolderStore(tmp_path / "corpus"), made.indices[0]
+    reindex(store, index.name, "again", Tokenizer.from_store(store, "tokenizer.tiktoken"))
+    wanted = {index.name: [index.key_of(0)]}
+    assert exposure(tmp_path / "run", wanted).uses
+    manifest = tmp_path / "corpus" / index.name / "manifest.json"
+    manifest.rename(tmp_path / "manifest.json")  # its shards stay: `again` needs them
+    gone = rf"cannot be told: it drew from {index.name}, not under .* any more"
+    for asked in (wanted, {"again": [index.key_of(0)]}):
+        with pytest.raises(ValueError, match=gone):
+            exposure(tmp_path / "run", asked)
+    rmtree(tmp_path / "run" / "checkpoints")
+    other = moved.replace(f"{index.name}: 1.0", "again: 1.0")
+    (tmp_path / "run" / "config.yaml").write_text(other)
+    with pytest.raises(ValueError, match=f"samples of {index.name} cannot be told: .* no finished"):
+        exposure(tmp_path / "run", wanted)
+    assert index.name in known_names(tmp_path / "run")
+    with pytest.raises(ValueError, match="knows a source 'wodrs'; did you mean 'words'"):
+        exposure(made.run, {"wodrs": ["w0001"]})
 
 
 def test_it_is_found_by_another_source_of_the_same_shards_and_after_redaction(made, tmp_path):
@@ -225,7 +339,6 @@ def test_it_is_found_by_another_source_of_the_same_shards_and_after_redaction(ma
     assert told(exposure(tmp_path / "run", {"again": keys})) == expected
     carry_out(store, {"again": keys})
     assert told(exposure(tmp_path / "run", {"again": keys})) == expected
-    assert exposure(tmp_path / "run", {"nowhere": ["x"]}).uses == []
 
 
 def test_a_run_that_was_changed_on_the_way_is_refused(made, tmp_path):
