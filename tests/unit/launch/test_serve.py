@@ -1318,6 +1318,11 @@ def test_the_steps_of_a_run_do_not_show_what_was_redacted_since(own, tmp_path):
     line = {"source": "digits", "key": "digits-000005", "from_step": step}
     (own.root / "tombstones.jsonl").write_text(json.dumps(line) + "\n")
     assert browser.get(path).text == before
+    # The run was started again with it: its folder says so.
+    noted = {**record, "tombstones": [["digits", 5, step - 1]]}
+    (folder / "tombstones.json").write_text(json.dumps(noted))
+    assert "digits-000005" not in browser.get(path).text
+    (folder / "tombstones.json").write_text(json.dumps(record))
     run("redact", own.root, "--source", "digits", "--key", "digits-000005", "--yes")
     after = browser.get(path)
     assert after.status_code == 400
