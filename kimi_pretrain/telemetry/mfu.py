@@ -29,9 +29,9 @@ Ints = NDArray[np.int64]
 # they are faster). From NVIDIA's data sheets, which print the tensor cores' figures with sparsity,
 # twice these: "A100 Tensor Core GPU" (2021), "H100 Tensor Core GPU" (2023: SXM, PCIe, NVL),
 # "H200 Tensor Core GPU" (2024: SXM, NVL); and its "Blackwell Architecture Technical Brief" (2024:
-# HGX B200, GB200). By the whole name that the driver gives to a whole device, without "NVIDIA ": any
-# other one is not known, such as a MIG slice ("H200 MIG 1g.18gb"), a virtual GPU ("A100-10C") or
-# another product ("RTX A1000", "GH200 480GB").
+# HGX B200, GB200). Keyed by the driver's whole name of a whole device, without "NVIDIA ". A MIG
+# slice ("H200 MIG 1g.18gb"), a virtual GPU ("A100-10C") and other products ("RTX A1000", "GH200
+# 480GB") have other names, so they are measured.
 _A100, _H100, _NVL = (312, 156, 19.5, 19.5), (989, 494, 67, 67), (835, 417, 60, 60)
 KNOWN_GPUS: dict[str, tuple[float, float, float, float]] = {
     "A100-SXM4-40GB": _A100,
