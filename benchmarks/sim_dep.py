@@ -65,6 +65,7 @@ def simulate(quick: bool) -> dict[str, Any]:
         _say(f"{variation.case.vision:.0%}, {variation.group}: {variation.label}", found)
     return {
         "date": date.today().isoformat(),
+        "bubbles_date": date.today().isoformat(),
         "versions": versions("numpy"),
         "quick": quick,
         "processor_seconds": time.process_time() - begin,
@@ -166,7 +167,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     out, picture = args.out or RESULTS / "sim_dep.json", args.picture or PICTURE
     if args.bubbles:
         known = json.loads(out.read_text())
-        found = json.loads(json.dumps(known | {"bubbles": simulate_bubbles(args.quick)}))
+        today, bubbles = date.today().isoformat(), simulate_bubbles(args.quick)
+        again = {"bubbles_date": today, "bubbles": bubbles}
+        found = json.loads(json.dumps(known | again))
     else:
         found = json.loads(json.dumps(simulate(args.quick)))
     write(found, out, report.page(found))

@@ -7,6 +7,7 @@ their passes begin together, when the last of them is ready. Behind its last pas
 gradients leave for the sum over all ranks as its last unit completes them.
 """
 
+import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -289,6 +290,7 @@ class BubbleStep:
         upfront, after: planned before and behind the passes.
         total: of the step.
         kept_gib: most that a rank keeps of activations, were all of them there at once.
+        planning: of one core, to plan the units and check the plan.
     """
 
     text: float
@@ -298,6 +300,7 @@ class BubbleStep:
     after: float
     total: float
     kept_gib: float
+    planning: float
 
 
 def bubble_step(
@@ -313,6 +316,7 @@ def bubble_step(
     text = pipeline(config, case.assumed, chunks)
     stage = np.arange(case.ranks) // config.layout.dp
     assert np.array_equal(np.arange(case.ranks) % config.layout.dp, Ranks(config.layout, 8).replica)
+    begin = time.process_time()
     units = units_of(plan, config, case.assumed)
     lines = [text.line]
     if way.gather:
@@ -321,6 +325,7 @@ def bubble_step(
     best, found = plan_bubbles(units, text.schedule, lines, stage, way.filling)
     text = replace(text, line=lines[best])
     check(found)
+    planning = time.process_time() - begin
     off = scattered(len(plan.items), plan.step, case.seed, way.scatter)
     true = units_of(plan, config, case.assumed, off)
     sums = gradient_sum_seconds(config, case.assumed)
@@ -337,6 +342,7 @@ def bubble_step(
         after=found.after,
         total=seconds + 2 * case.assumed.phase_seconds,
         kept_gib=float(kept.max()) / GIB if len(kept) else 0.0,
+        planning=planning,
     )
 
 

@@ -35,8 +35,9 @@ def page(report: Mapping[str, Any]) -> str:
     lines = [
         "# What DEP can reach: the simulation's figures",
         "",
-        f"{report['date']}, {named(report['versions'])}; "
-        f"{report['processor_seconds']:.0f} s of one core. Made by "
+        f"{report['date']}, work in bubbles {report['bubbles_date']}, "
+        f"{named(report['versions'])}; {report['processor_seconds']:.0f} s of one core without "
+        "the bubbles. Made by "
         "`benchmarks/sim_dep.py`, explained in `docs/dep_simulation.md`. Efficiency: step time "
         "with every media token replaced by a text token over step time with the media, in per "
         "cent. Nothing here was timed on a GPU.",
@@ -134,7 +135,16 @@ def bubbles_table(report: Mapping[str, Any]) -> list[str]:
         lines += [*table(head, rows), ""]
     steps = {case["ranks"]: case["steps"] for case in report["bubbles"]}
     counted = ", ".join(f"{count} at {ranks:,} ranks" for ranks, count in steps.items())
-    return [*lines, f"Columns: ranks, vision tokens. Steps: {counted}."]
+    lines.append(f"Columns: ranks, vision tokens. Steps: {counted}.")
+    planned = [
+        f"{way['parts']['planning']:.1f} s at {case['ranks']:,} ranks and {case['vision']:.0%} "
+        f"({WAYS[name].title})"
+        for case in report["bubbles"]
+        for name, way in case["found"].items()
+        if "planning" in way.get("parts", {})
+    ]
+    told = f"Planning a step, seconds of one core: {', '.join(planned)}."
+    return [*lines, *(["", told] if planned else [])]
 
 
 def variations_tables(report: Mapping[str, Any]) -> list[str]:

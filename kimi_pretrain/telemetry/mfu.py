@@ -29,14 +29,20 @@ Ints = NDArray[np.int64]
 # they are faster). From NVIDIA's data sheets, which print the tensor cores' figures with sparsity,
 # twice these: "A100 Tensor Core GPU" (2021), "H100 Tensor Core GPU" (2023: SXM, PCIe, NVL),
 # "H200 Tensor Core GPU" (2024: SXM, NVL); and its "Blackwell Architecture Technical Brief" (2024:
-# HGX B200, GB200). The first name that is part of the device's own is taken.
+# HGX B200, GB200). Keyed by the driver's whole name of a whole device, without "NVIDIA ". A MIG
+# slice ("H200 MIG 1g.18gb"), a virtual GPU ("A100-10C") and other products ("RTX A1000", "GH200
+# 480GB") have other names, so they are measured.
+_A100, _H100, _NVL = (312, 156, 19.5, 19.5), (989, 494, 67, 67), (835, 417, 60, 60)
 KNOWN_GPUS: dict[str, tuple[float, float, float, float]] = {
-    "A100": (312, 156, 19.5, 19.5),
+    "A100-SXM4-40GB": _A100,
+    "A100-SXM4-80GB": _A100,
+    "A100-PCIE-40GB": _A100,
+    "A100 80GB PCIe": _A100,
     "H100 PCIe": (756, 378, 51, 51),
-    "H100 NVL": (835, 417, 60, 60),
-    "H100": (989, 494, 67, 67),
-    "H200 NVL": (835, 417, 60, 60),
-    "H200": (989, 494, 67, 67),
+    "H100 NVL": _NVL,
+    "H100 80GB HBM3": _H100,
+    "H200 NVL": _NVL,
+    "H200": _H100,
     "GB200": (2500, 1250, 90, 45),
     "B200": (2250, 1100, 80, 40),
 }
@@ -143,20 +149,19 @@ def peak_flops(device: torch.device, dtype: torch.dtype, override: float | None 
     """Return what one rank could compute at best.
 
     Args:
-        device: of the rank. A GPU that is not in the table, and a CPU, is measured by a short
-            matrix product: an honest best of this process, not of the hardware.
+        device: of the rank. A GPU that is not in the table by its whole name, and a CPU, is
+            measured by a short matrix product: an honest best of this process, not of the hardware.
         dtype: of the model. fp32 on CUDA is TF32 where torch is allowed to use it.
         override: TFLOP/s, `train.peak_tflops`; taken as it is.
     """
     if override is not None:
         return Peak(override * 1e12, "train.peak_tflops")
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        known = next((gpu for gpu in KNOWN_GPUS if gpu in name), None)
-        if known is not None:
+        name = torch.cuda.get_device_name(device).removeprefix("NVIDIA ")
+        if (known := KNOWN_GPUS.get(name)) is not None:
             kind = _kind(dtype)
             column = ("bf16", "TF32", "fp32", "fp64").index(kind)
-            return Peak(KNOWN_GPUS[known][column] * 1e12, f"{kind} data sheet of {known}")
+            return Peak(known[column] * 1e12, f"{kind} data sheet of {name}")
     return Peak(measured_flops(device, dtype), f"measured, {str(dtype).removeprefix('torch.')}")
 
 

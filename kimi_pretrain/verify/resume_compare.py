@@ -16,6 +16,7 @@ from typing import Any
 
 from kimi_pretrain.verify.result import Comparison, relative_error
 from kimi_pretrain.verify.traces import (
+    HELDOUT,
     READ,
     ReadBoth,
     TensorDifference,
@@ -125,12 +126,14 @@ class LayoutComparison(Comparison):
     # of the updates before them.
     allowed: tuple[float, float]
     layout: Mapping[str, Any]  # the other layout, in plain values
+    heldout_errors: tuple[float, ...] = ()  # of the loss of each validation
 
     @property
     def passed(self) -> bool:
         """Whether it read the same, and losses and norms are the same but for rounding."""
         errors = zip(self.loss_errors, self.norm_errors, strict=True)
         within = [error <= self.allowed[at > 0] for at, pair in enumerate(errors) for error in pair]
+        within += [error <= self.allowed[1] for error in self.heldout_errors]
         return self.steps > 0 and not self.after and all(within)
 
 
@@ -147,7 +150,8 @@ def compare_layouts(
     steps = sorted(step for step in {*found.lines, *wanted.lines} if step > stop)
     both = [step for step in steps if step in found.lines and step in wanted.lines]
     differing = (line_differences(step, found, wanted) for step in steps)
-    read = [one for step in differing for one in step if one.name in (*READ, "line")]
+    names = {"line", *READ, *(f"{HELDOUT}.{name}" for name in READ)}
+    read = [one for step in differing for one in step if one.name in names]
 
     def error(mine: float | None, other: float | None) -> float:
         if mine is None or other is None:  # infinite where only one is a number
@@ -157,6 +161,8 @@ def compare_layouts(
     def errors(name: str) -> tuple[float, ...]:
         return tuple(error(found.lines[s][name], wanted.lines[s][name]) for s in both)
 
+    validated = [s for s in both if HELDOUT in found.lines[s] and HELDOUT in wanted.lines[s]]
+
     return LayoutComparison(
         stop=stop,
         steps=len(both),
@@ -165,6 +171,10 @@ def compare_layouts(
         norm_errors=errors("grad_norm"),
         allowed=ROUNDING[dtype],
         layout=layout,
+        heldout_errors=tuple(
+            error(*(one.lines[step][HELDOUT]["loss"] for one in (found, wanted)))
+            for step in validated
+        ),
     )
 
 
@@ -227,6 +237,11 @@ def suggestion(c: ResumeComparison) -> str:
         return (
             "the first loss after the stop is the same and its gradient is not: something in the "
             "backward pass is random, or remembers what no checkpoint holds"
+        )
+    if names and all(name.startswith(f"{HELDOUT}.") for name in names):
+        return (
+            "training came out the same and the held-out loss did not: the validation read other "
+            "samples, or depends on something that no checkpoint holds"
         )
     if c.after or c.end_tensors:
         return (

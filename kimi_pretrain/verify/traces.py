@@ -1,6 +1,7 @@
 """What a training run left behind, and where two runs differ in it: exactly, in a fixed order.
 
 metrics.jsonl          one line a step
+heldout.jsonl          one line a validation, compared with the numbers of its step
 state_hashes.json      SHA-256 of every tensor at the end
 watched.jsonl          one line a step with the hash of its plan         } only of a run
 resumed.json           hashes of the whole state when the run went on    } that was watched
@@ -34,6 +35,7 @@ MEASURED = (
 READ = (
     "samples", "tokens", "loss_tokens", "text_tokens", "vision_tokens", "items", "skipped_samples",
 )  # fmt: skip
+HELDOUT = "heldout"  # key in a step's line: that of the validation after it
 _FIRST = (*READ, "loss", "grad_norm", "lr", "applied", "skipped_steps")
 ReadBoth = Callable[[str], tuple[Tensor, Tensor]]  # name -> the tensor of both runs
 # Tensors come in the order of the data flow: the first pattern that is found in a name places it.
@@ -56,7 +58,7 @@ class Moment:
 class Trace:
     """What a run left behind; `samples`, `began` and `resumed` only if it was watched."""
 
-    lines: Mapping[int, Mapping[str, Any]]  # step -> its line of metrics
+    lines: Mapping[int, Mapping[str, Any]]  # step -> its line of metrics, with `HELDOUT`
     samples: Mapping[int, str] = field(default_factory=dict[int, str])  # step -> hash of its plan
     began: int | None = None  # step that the last of its processes went on from
     resumed: Moment | None = None  # before the first step after the stop
@@ -97,8 +99,10 @@ def read_trace(run_dir: Path, last: Checkpoint | None = None) -> Trace:
     hashes = json.loads((run_dir / "state_hashes.json").read_text())
     resumed, watched = _lines(run_dir / RESUMED), _lines(run_dir / WATCHED)
     state = {name: hashes[name] for name in ("step", "loader")}
+    validated = {line["step"]: {HELDOUT: line} for line in _lines(run_dir / "heldout.jsonl")}
+    steps = _lines(run_dir / "metrics.jsonl")
     return Trace(
-        lines={line["step"]: line for line in _lines(run_dir / "metrics.jsonl")},
+        lines={line["step"]: line | validated.get(line["step"], {}) for line in steps},
         samples={line["step"]: line["samples"] for line in watched},
         began=watched[-1]["began"] if watched else None,
         resumed=Moment(**resumed[0]) if resumed else None,

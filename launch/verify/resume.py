@@ -248,6 +248,8 @@ def _elsewhere_lines(elsewhere: dict[str, Any]) -> list[str]:
     layout = " ".join(f"{name}={value}" for name, value in axes.items()) or "one process"
     names = ("loss_errors", "norm_errors")
     losses, norms = (", ".join(number(error) for error in elsewhere[name]) for name in names)
+    if elsewhere["heldout_errors"]:
+        norms += f", of the held-out loss {', '.join(map(number, elsewhere['heldout_errors']))}"
     first, others = elsewhere["allowed"]
     errors = (
         f"resumed with {layout}: errors of the loss {losses}, of the gradient norm {norms} "

@@ -42,6 +42,7 @@ def self_test(data_root, kept):
     return verify(
         "--config", "tiny_cpu", "--self-test", "--keep", str(kept),
         *SMALL, f"data.root={data_root}", *layout(dp=2), "train.rows_per_microbatch=2",
+        "data.heldout={words_heldout: 1}", "data.heldout_tokens=99", "train.validate_every=9",
     )  # fmt: skip
 
 
@@ -53,6 +54,8 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(self_test, kept):
     assert comparison["differences"] == []
     assert comparison["steps"] == 2
     assert comparison["numbers"] > 80
+    validated = (kept / "stopped" / "heldout.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in validated] == [0, 4]  # the last is compared
     assert comparison["tensors"] > 300
     assert comparison["restored_tensors"] == []  # they were looked at
     assert json.loads((kept / "result.json").read_text()) == result

@@ -248,6 +248,8 @@ def test_peaks(monkeypatch):
         ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989),
         ("NVIDIA H100 PCIe", torch.bfloat16, 756),
         ("NVIDIA A100-SXM4-80GB", torch.float32, 19.5),
+        ("A100-SXM4-40GB", torch.bfloat16, 312),  # as older drivers name it
+        ("NVIDIA A100 80GB PCIe", torch.bfloat16, 312),
         ("NVIDIA B200", torch.bfloat16, 2250),
         ("NVIDIA GB200", torch.bfloat16, 2500),
         ("NVIDIA H200", torch.float64, 67),
@@ -256,9 +258,14 @@ def test_peaks(monkeypatch):
         assert peak_flops(cuda, kind).flops_per_second == tflops * 1e12, name
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
     assert peak_flops(cuda, torch.float32).flops_per_second == 494e12
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU of tomorrow")
     monkeypatch.setattr(counting, "measured_flops", lambda device, dtype: 7.0)
-    assert peak_flops(cuda, torch.bfloat16) == Peak(7.0, "measured, bfloat16")
+    for name in (
+        "A GPU of tomorrow", "NVIDIA RTX A1000", "NVIDIA RTX A1000 Laptop GPU", "NVIDIA A100X",
+        "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA H200 MIG 3g.71gb", "NVIDIA GH200 480GB",
+        "GRID A100-10C", "NVIDIA H100 PCIe MIG 1g.10gb",
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert peak_flops(cuda, torch.bfloat16) == Peak(7.0, "measured, bfloat16"), name
 
 
 # ---- exposed encoder time

@@ -259,6 +259,33 @@ def test_another_layout_may_round_and_nothing_else():
     assert not compare_layouts(trace(steps=(1, 2)), trace(steps=(1, 2)), 2, "bfloat16").passed
 
 
+HELDOUT = {"step": 4, "loss": 3.0, "loss_tokens": 70, "loss_by_source": {"words": 3.0}}
+
+
+def test_held_out_losses_count():
+    """To the bit; in another layout but for rounding."""
+    whole = trace(step4={"heldout": HELDOUT | {"seconds": 1.0}})
+    assert compare(trace(step4={"heldout": HELDOUT | {"seconds": 2.0}}), whole, 2).passed
+    for change in (
+        {"loss": math.nextafter(3.0, 9)},
+        {"loss_by_source": {"words": 3.5}},
+        {"loss_tokens": 71},
+    ):
+        other = trace(step4={"heldout": HELDOUT | change})
+        sentences, cause = told(other, whole)
+        assert sentences[0].startswith("step 4 is the first that differs: heldout.")
+        assert "held-out loss did not" in cause
+        assert compare_layouts(other, whole, 2, "float32").passed == ("loss_tokens" not in change)
+    assert not compare(trace(), whole, 2).passed
+    assert not compare_layouts(trace(), whole, 2, "float32").passed
+    rounded = trace(step4={"heldout": HELDOUT | {"loss": 3.0 * (1 + 5e-4)}})
+    found = compare_layouts(rounded, whole, 2, "float32")
+    assert found.passed
+    assert found.heldout_errors == pytest.approx((5e-4,))
+    far = trace(step4={"heldout": HELDOUT | {"loss": 3.01}})
+    assert not compare_layouts(far, whole, 2, "float32").passed
+
+
 def test_a_trace_is_what_a_run_left(tmp_path):
     hashes = {"step": 4, "loader": "l", "per_tensor": TENSORS}
     (tmp_path / "state_hashes.json").write_text(json.dumps(hashes))
@@ -266,6 +293,10 @@ def test_a_trace_is_what_a_run_left(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     found = read_trace(tmp_path)
     assert dict(found.lines) == {3: lines[0], 4: lines[1]}
+    validated = [HELDOUT | {"step": 2}, HELDOUT]  # one of before the first step here
+    (tmp_path / "heldout.jsonl").write_text("".join(json.dumps(one) + "\n" for one in validated))
+    found = read_trace(tmp_path)
+    assert dict(found.lines) == {3: lines[0], 4: lines[1] | {"heldout": HELDOUT}}
     assert found.end == Moment(TENSORS, {"step": 4, "loader": "l"})
     assert (found.samples, found.began, found.resumed) == ({}, None, None)
     watched = [{"step": step, "samples": f"plan {step}", "began": 2} for step in (3, 4)]
