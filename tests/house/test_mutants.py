@@ -2,7 +2,9 @@
 
 import pytest
 
+from tests.mutants.__main__ import check_equivalents, named_faults
 from tests.mutants.faults import NotThere, fault_of, faults_in, sample
+from tests.mutants.named import NAMED
 from tests.mutants.run import plant_all
 
 CODE = '''\
@@ -107,3 +109,10 @@ def test_faults_are_drawn_by_the_seed_and_keep_lines_and_texts(project):
     assert len(drawn) == 5
     assert drawn == sample(project, faults[::-1], 5, seed=3)
     assert drawn != sample(project, faults, 5, seed=4)
+
+
+def test_the_tables_apply():
+    """Named faults and equivalents are those of the files as they are."""
+    named = named_faults()
+    assert len(named) == len(NAMED)
+    check_equivalents()

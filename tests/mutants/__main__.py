@@ -25,6 +25,7 @@ def main(arguments: list[str]) -> int:
     survived, rows = 0, list[Row]()
     try:
         named = named_faults()
+        check_equivalents()
         drawn = {organ: faults_of(organ, options.number, options.seed) for organ in ORGANS}
     except NotThere as error:
         print(f"error: {error}", file=sys.stderr)
@@ -45,18 +46,22 @@ def main(arguments: list[str]) -> int:
 
 
 def faults_of(organ: str, number: int, seed: int) -> list[Fault]:
-    """Draw faults of an organ.
+    """Draw faults of an organ."""
+    files, _ = ORGANS[organ].expanded(ROOT)
+    return sample(ROOT, [fault for file in files for fault in faults_in(ROOT, file)], number, seed)
+
+
+def check_equivalents() -> None:
+    """Look for all equivalents in their files.
 
     Raises:
-        NotThere: a fault in the list of equivalents is none of a file any more.
+        NotThere: one is no fault of its file any more.
     """
-    files, _ = ORGANS[organ].expanded(ROOT)
-    faults = [fault for file in files for fault in faults_in(ROOT, file)]
-    keys = {fault.key for fault in faults}
-    for key in EQUIVALENT:
-        if key.split()[0] in files and key not in keys:
-            raise NotThere(f"tests/mutants/equivalent.py: no such fault any more: {key}")
-    return sample(ROOT, faults, number, seed)
+    for file in sorted({key.split()[0] for key in EQUIVALENT}):
+        keys = {fault.key for fault in faults_in(ROOT, file)}
+        for key in EQUIVALENT:
+            if key.split()[0] == file and key not in keys:
+                raise NotThere(f"tests/mutants/equivalent.py: no such fault any more: {key}")
 
 
 def named_faults() -> dict[Fault, list[str]]:
