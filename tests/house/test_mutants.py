@@ -58,9 +58,7 @@ INI = "[pytest]\nmarkers =\n    slow\n    gpu\n    slurm\n"
 
 
 def plant(project, faults, folder):
-    return plant_all(
-        faults, ["checks/test_mod.py"], folder, files=["pkg/mod.py"], root=project, least_limit=1.5
-    )
+    return plant_all(faults, ["checks/test_mod.py"], folder, root=project, least_limit=1.5)
 
 
 def test_faults_are_noticed_or_survive_and_are_known_the_next_time(project, tmp_path):

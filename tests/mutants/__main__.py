@@ -84,12 +84,11 @@ def _plant(
     left = [fault for fault in faults if fault.key not in EQUIVALENT]
     print(f"{organ}: {len(left)} faults", file=sys.stderr, flush=True)
     if organ != NAMES:
-        files, tests = ORGANS[organ].expanded(ROOT)
-        return plant_all(left, tests, folder, files=files, forks=ORGANS[organ].forks)
+        _, tests = ORGANS[organ].expanded(ROOT)
+        return plant_all(left, tests, folder, watched=faults, forks=ORGANS[organ].forks)
     only = {fault.key: tests for fault, tests in named.items()}
     tests = sorted({test for some in only.values() for test in some})
-    files = [fault.file for fault in faults]
-    return plant_all(left, tests, folder, files=files, forks=True, only=only)
+    return plant_all(left, tests, folder, watched=faults, forks=True, only=only)
 
 
 def _options(arguments: list[str]) -> argparse.Namespace:

@@ -8,6 +8,7 @@ that `tests.mutants.worker` puts into its copy of the tree).
 """
 
 import gc
+import json
 import os
 import sys
 import threading
@@ -17,7 +18,7 @@ from typing import Any
 
 # The changed file, a copy of it as it was, and the root of the tree.
 FAULT = "KIMI_PRETRAIN_FAULT"
-# A file that takes "tag path line" of every line reached, and the files to watch.
+# A file that takes "tag path line" of every watched line reached, and one with these lines.
 TRACE = "KIMI_PRETRAIN_TRACE"
 # Set where faults will be planted: `tests.fork_server` notes its functions.
 INDEX = "KIMI_PRETRAIN_INDEX"
@@ -38,8 +39,7 @@ def begin() -> None:
         file, before = os.environ[FAULT].split(os.pathsep)
         plant(file, Path(before).read_bytes(), Path(file).read_bytes())
     if TRACE in os.environ:
-        output, *files = os.environ[TRACE].split(os.pathsep)
-        Tracer(output, files).start()
+        Tracer(*os.environ[TRACE].split(os.pathsep)).start()
 
 
 def plant(file: str, before: bytes, after: bytes) -> int:
@@ -74,17 +74,24 @@ def _pairs(old: CodeType, new: CodeType) -> list[tuple[CodeType, CodeType]]:
 
 
 class Tracer:
-    """Writes each line of some files that is reached, once for each tag.
+    """Writes which of some lines are reached, each once for each tag.
+
+    A function is traced only until all of its watched lines were seen, so that hot code stays fast.
+
+    Args:
+        output: takes the lines.
+        watched: a JSON file, file -> lines.
 
     Attributes:
         tag: the test that runs; "*" in other processes, and before tests.
     """
 
-    def __init__(self, output: str, files: list[str]):
+    def __init__(self, output: str, watched: str):
         self._output = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        self._files = frozenset(files)
+        lines = json.loads(Path(watched).read_text())
+        self._watched = {file: frozenset(some) for file, some in lines.items()}
         self.tag = "*"
-        self._seen: set[tuple[str, str, int]] = set()
+        self._left: dict[tuple[str, CodeType], set[int]] = {}
 
     def start(self) -> None:
         """Trace this thread and those that start later."""
@@ -92,12 +99,19 @@ class Tracer:
         sys.settrace(self._call)
 
     def _call(self, frame: FrameType, event: str, given: Any) -> Any:
-        return self._line if frame.f_code.co_filename in self._files else None
+        code = frame.f_code
+        if code.co_filename not in self._watched:
+            return None
+        key = self.tag, code
+        if key not in self._left:
+            own = {line for _, _, line in code.co_lines() if line is not None}
+            self._left[key] = own & self._watched[code.co_filename]
+        return self._line if self._left[key] else None
 
     def _line(self, frame: FrameType, event: str, given: Any) -> Any:
-        if event == "line":
-            found = self.tag, frame.f_code.co_filename, frame.f_lineno
-            if found not in self._seen:
-                self._seen.add(found)
-                os.write(self._output, "{}\t{}\t{}\n".format(*found).encode())
-        return self._line
+        line, code = frame.f_lineno, frame.f_code
+        left = self._left.get((self.tag, code), ())
+        if event == "line" and line in left:
+            left.discard(line)
+            os.write(self._output, f"{self.tag}\t{code.co_filename}\t{line}\n".encode())
+        return self._line if left else None

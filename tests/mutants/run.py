@@ -73,7 +73,7 @@ def plant_all(
     tests: Sequence[str],
     folder: Path,
     *,
-    files: Sequence[str],
+    watched: Sequence[Fault] = (),
     forks: bool = False,
     only: Mapping[str, Sequence[str]] | None = None,
     root: Path = ROOT,
@@ -84,7 +84,7 @@ def plant_all(
     Args:
         tests: files of tests.
         folder: keeps outcomes, and which lines tests reach.
-        files: what is traced; the faults' files among them.
+        watched: faults whose lines are traced, too, so that a longer list needs no other trace.
         forks: whether tests start processes through `tests.fork_server`.
         only: tests of single faults, by their keys.
         least_limit: seconds that the tests of one file have with any fault.
@@ -104,7 +104,7 @@ def plant_all(
             job = {
                 "root": str(tree), "folder": str(tree.parent), "results": str(results.resolve()),
                 "kept": str((folder / "reached").resolve()), "path": [str(tree), str(ROOT)],
-                "files": sorted({*files}), "tests": list(tests), "forks": forks,
+                "lines": _lines_of([*faults, *watched]), "tests": list(tests), "forks": forks,
                 "least_limit": least_limit,
                 "faults": [_as_job(one, only.get(one.key, tests)) for one in left],
             }  # fmt: skip
@@ -133,6 +133,14 @@ def copy_tree(root: Path, tree: Path) -> None:
 
 def _files_of(root: Path) -> Iterable[str]:
     return [str(file.relative_to(root)) for file in sorted(root.rglob("*"))]
+
+
+def _lines_of(faults: Sequence[Fault]) -> dict[str, list[int]]:
+    found = dict[str, set[int]]()
+    for fault in faults:
+        first, last = fault.lines
+        found.setdefault(fault.file, set()).update(range(first, last + 1))
+    return {file: sorted(found[file]) for file in sorted(found)}
 
 
 def _as_job(fault: Fault, tests: Sequence[str]) -> dict[str, Any]:

@@ -122,25 +122,28 @@ class _Worker:
             pytest.UsageError: a test fails without a fault.
         """
         file, trace = self.files[name], self.folder / "trace"
-        kept = Path(self.job["kept"]) / stamp(self.root, [name, *self.job["files"]])
+        lines = self.folder / "lines.json"
+        lines.write_text(json.dumps({str(self.root / f): n for f, n in self.job["lines"].items()}))
+        which = hashlib.sha256(json.dumps(self.job["lines"]).encode()).hexdigest()[:16]
+        rest_on = stamp(self.root, [name, *self.job["lines"]])
+        kept = Path(self.job["kept"]) / f"{rest_on}-{which}"
         if not kept.exists():
             trace.write_text("")
-            watched = [str(self.root / one) for one in self.job["files"]]
-            environment = {plant.TRACE: os.pathsep.join([str(trace), *watched])}
+            environment = {plant.TRACE: os.pathsep.join([str(trace), str(lines)])}
             failed, took = self._fork(file.items, environment, 600.0, traced=True)
             if failed is not None:
                 _say((self.folder / "output").read_text(errors="replace")[-6000:])
                 raise pytest.UsageError(f"{failed} fails without a fault: mend it first")
-            lines = trace.read_text().replace(f"{self.root}/", "").splitlines()
+            reached = trace.read_text().replace(f"{self.root}/", "").splitlines()
             kept.parent.mkdir(parents=True, exist_ok=True)
-            kept.write_text(json.dumps({"took": took, "lines": lines}))
+            kept.write_text(json.dumps({"took": took, "lines": reached}))
         found = json.loads(kept.read_text())
         file.took = found["took"]
         for line in found["lines"]:
             tag, path, number = line.split("\t")
             file.reached.setdefault(tag, set()).add((path, int(number)))
-        lines = len(set().union(*file.reached.values()))
-        _say(f"  {sum(file.took):6.1f}s {len(file.items):4} tests reach {lines:5} lines: {name}")
+        number = len(set().union(*file.reached.values()))
+        _say(f"  {sum(file.took):6.1f}s {len(file.items):4} tests reach {number:5} lines: {name}")
 
     def _with(self, fault: dict[str, Any]) -> tuple[str, str | None, int]:
         """Return the outcome of a fault, the test that noticed it, and how many were tried."""
@@ -239,8 +242,7 @@ class _Worker:
             if plant.FAULT in environment:
                 plant.begin()
             if traced:
-                output_of, *files = environment[plant.TRACE].split(os.pathsep)
-                notes.tracer = plant.Tracer(output_of, files)
+                notes.tracer = plant.Tracer(*environment[plant.TRACE].split(os.pathsep))
                 notes.tracer.start()
             for number, item in enumerate(items):
                 following = items[number + 1] if number + 1 < len(items) else None
