@@ -12,7 +12,7 @@ from tests.mutants.organs import ORGANS
 from tests.mutants.run import Planted, Results, plant_all
 from tests.mutants.table import Row, page
 
-NUMBER, SEED = 50, 0
+NUMBER, SEED = 40, 0
 NAMES = "named"
 RESULT = Path(__file__).with_name("RESULT.md")
 

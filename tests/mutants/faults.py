@@ -175,6 +175,8 @@ _EXCHANGED = {
     "logical_or": "logical_and", "logical_and": "logical_or",
 }  # fmt: skip
 _BY_COMPARISON = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.In, ast.NotIn)
+# A guard, as an assertion is; places that are all one without a GPU; names of threads.
+_UNSEEN = {"strict", "device", "thread_name_prefix"}
 _SAID = {"log", "logger", "_log", "print", "warnings"}
 
 
@@ -308,7 +310,7 @@ class _Finder(ast.NodeVisitor):
             end = self._end(node.func)
             self._change(end - len(name), end, _EXCHANGED[name])
         for keyword in node.keywords:
-            if keyword.arg not in (None, "strict"):  # a guard, as an assertion is
+            if keyword.arg is not None and keyword.arg not in _UNSEEN:
                 self._without(keyword)
                 self.visit(keyword.value)
         for child in (node.func, *node.args):

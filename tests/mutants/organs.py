@@ -63,8 +63,7 @@ ORGANS = {
     "memory": Organ(
         ("kimi_pretrain/memory/*.py",),
         (f"{_OURS}/memory/test_*.py", "tests/dist/test_memory.py",
-         "tests/dist/test_memory_plan.py", "tests/unit/launch/test_plan_search.py",
-         "tests/unit/launch/test_plan_command.py"),
+         "tests/dist/test_memory_plan.py"),
         forks=True,
     ),
     "checkpoint": Organ(
@@ -85,7 +84,7 @@ ORGANS = {
     "plan": Organ(
         ("data_pipeline/plan/*.py",),
         tuple(f"{_DATA}/test_{name}.py" for name in (
-            "blend", "budget", "change", "chosen", "mixture", "order", "order_grid", "pack", "plan",
+            "blend",  "change", "chosen", "mixture", "order", "order_grid", "pack", "plan",
             "source", "token_budget", "tombstones", "loader", "loader_rules", "quarantine_rules",
             "text",
         )),

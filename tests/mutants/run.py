@@ -156,6 +156,7 @@ def _work(tree: Path, job: dict[str, Any]) -> None:
     file.write_text(json.dumps(job))
     environment = os.environ | {
         JOB: str(file), "PYTHONPATH": os.pathsep.join(job["path"]), "OMP_NUM_THREADS": "1",
+        "PYTHONHASHSEED": "1",
     }  # fmt: skip
     command = [
         sys.executable, "-m", "pytest", "-s", "-p", "tests.mutants.worker",

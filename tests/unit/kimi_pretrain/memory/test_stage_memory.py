@@ -6,7 +6,7 @@ import pytest
 from data_pipeline.config import share_of
 from data_pipeline.plan.blend import SourceTotals, weights_for_ratio
 from kimi_pretrain.config import ConfigError, load_config
-from kimi_pretrain.memory.kept import layer_tensors
+from kimi_pretrain.memory.kept import layer_tensors, row_bytes
 from kimi_pretrain.memory.limits import check_memory_limit
 from kimi_pretrain.memory.plan import (
     GIB,
@@ -247,6 +247,33 @@ def test_a_shared_row_leaves_nothing_that_grows_with_it():
         found[not settings] = sizes
     assert found[True][0] == found[True][1] == found[True][2]
     assert found[False][2] - found[False][1] == (262_144 - 32_768) * 2_304
+
+
+@pytest.mark.parametrize(
+    ("dtype", "attention", "wide"),
+    [
+        ("bfloat16", "portable", 2 + 4), ("float32", "portable", 4 + 4), ("float32", "flex", 4),
+        ("bfloat16", "flex", 2), ("float64", "portable", 8 + 8),
+    ],
+)  # fmt: skip
+def test_what_exists_of_a_shared_row_for_a_moment(dtype, attention, wide):
+    """Of four heads at a time; `wide` is a gradient, as a sum and cast where one adds it up."""
+    config = load_config(
+        "tiny_cpu",
+        [*SMALL, "layout.cp=2", "layout.dp=1", "model.language.num_heads=6", f"train.dtype={dtype}",
+         f"train.attention={attention}"],
+    )  # fmt: skip
+    nope, rope, value, latent, tokens = 12, 4, 12, 16, 128
+    item = {"bfloat16": 2, "float32": 4, "float64": 8}[dtype]
+    projected = 4 * (nope + value) * item
+    keys_and_values = 4 * (nope + rope + value) * item
+    gradients = 4 * (nope + rope + value) * wide
+    latents = (latent + rope) * max(4, item)
+    if dtype == "bfloat16":  # those of a few heads: a copy, its gradient, and that in the sum
+        latents += (latent + rope) * (2 + 2 + 4)
+    assert row_bytes(config) == tokens * (projected + keys_and_values + gradients + latents)
+    layout = config.layout.replace(cp=1, ep=1)
+    assert row_bytes(config.replace(layout=layout)) == 0
 
 
 @pytest.mark.slow
