@@ -227,6 +227,7 @@ def test_redacted_samples_are_out_from_where_a_run_finds_them_so(made):
         ('{"source": "web", "key": 3, "from_step": 1}', "line 1: key is 3; expected"),
         ('{"source": "web", "key": "x", "from_step": 0}', "from_step is 0; expected the first"),
         ('{"source": "web", "key": "x", "from_step": true}', "from_step is True"),
+        (f'{{"source": "web", "key": "x", "from_step": {2**62}}}', f"from_step is {2**62}; expec"),
         ('{"source": "wep", "key": "x", "from_step": 1}', "no source 'wep' .*did you mean 'web'"),
         ('\n{"source": "web", "key": "x", "from_step": 1}', "line 2: source 'web' has no sample"),
         ('{"source": "web", "key": "x", "from_step": 1, "why": 1}', "line 1: .*expected {"),
