@@ -43,7 +43,8 @@ def _expanded(root: Path, patterns: tuple[str, ...]) -> list[str]:
 ORGANS = {
     "optim": Organ(
         ("kimi_pretrain/optim/*.py",),
-        (f"{_OURS}/optim/test_*.py", "tests/dist/test_muonclip.py", "tests/dist/test_optim_*.py"),
+        (f"{_OURS}/optim/test_*.py", "tests/dist/test_muonclip.py", "tests/dist/test_optim_*.py",
+         "tests/dist/test_deepspeed.py"),
         forks=True,
     ),
     "dep": Organ(
