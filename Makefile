@@ -10,7 +10,7 @@ RUN_DIR ?= runs/demo
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo stages test test-all test-unit test-dist test-fault slurm-lab slurm-lab-end bench gpu gpu-wheels check fix
+.PHONY: help setup demo stages test test-all test-unit test-dist test-fault mutants slurm-lab slurm-lab-end bench gpu gpu-wheels check fix
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -55,6 +55,9 @@ test-dist: $(STAMP) ## tests that start several processes
 test-fault: $(STAMP) ## every fault and every slow test, then the campaign that writes docs/RELIABILITY.md's table
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "fault or slow" $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fault.campaign
+
+mutants: $(STAMP) ## plant faults in the critical organs, list those that no test notices (ARGS="--organ plan")
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) $(BIN)/python -m tests.mutants $(ARGS)
 
 slurm-lab: $(STAMP) ## bring up a real SLURM of two nodes on this machine, without systemd (root; docs/SLURM.md)
 	@$(BIN)/python -m tests.slurm.lab up --folder runs/slurm_lab

@@ -37,6 +37,7 @@ import psutil
 from launch.local import torchrun
 from launch.local.job import MEETING
 from tests import ROOT
+from tests.mutants import plant
 
 _LARGEST = 1 << 18  # bytes of a message: a command and its environment
 _SERVERS = 2
@@ -319,6 +320,7 @@ def become(job: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(job["environment"])
     os.chdir(job["cwd"])
+    plant.begin()
     if python := os.environ.get("PYTHON_EXEC"):
         script = str(Path(python).with_name("torchrun"))
         torchrun.command = partial(torchrun.command, python=script)
@@ -362,6 +364,8 @@ if __name__ == "__main__":
     doors = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     doors.bind(sys.argv[1])
     doors.listen(64)
+    if plant.INDEX in os.environ:
+        plant.index(ROOT)
     gc.freeze()  # forks leave alone what is here, so its pages stay shared
     print("ready", flush=True)
     asked = serve(doors)

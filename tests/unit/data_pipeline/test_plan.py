@@ -17,7 +17,7 @@ from data_pipeline.plan.planner import Planner
 from data_pipeline.plan.report import blend_report
 from moonvit3d.geometry import PatchLimits
 from tests.resume import assert_resumes_anywhere
-from tests.unit.data_pipeline.plain import made_index, slow_sample, slow_window
+from tests.unit.data_pipeline.plain import made_index, slow_sample, slow_substitute, slow_window
 
 LIMITS = PatchLimits(image=400, frame=100, side=512)
 CONFIG = DataConfig(
@@ -221,6 +221,39 @@ def test_epochs_use_every_sample_once(indices):
             assert e == last - 1 or seen.tolist() == list(range(content.num_samples))
 
 
+def test_the_report_of_a_blend_counts_lengths_and_draws(indices, planner):
+    """Against sums over the slow twin of each sample, and a long run's own rows."""
+    report, expected, weights = blend_report(planner), {}, weights_of(planner)
+    for number, index in enumerate(planner.indices):
+        samples = [slow_sample(index, i, LIMITS) for i in range(index.num_samples)]
+        lengths = [len(symbols) for symbols, _ in samples]
+        taken = [slow_substitute(index, i, lengths, CONFIG.seq_len) for i in range(len(samples))]
+        samples = [samples[i] for i in taken]  # others in the places of those that do not fit
+        tokens = sum(len(symbols) for symbols, _ in samples)
+        vision = sum(pads for _, items in samples for _, _, pads, _ in items)
+        expected[index.name] = (
+            tokens / len(samples), vision / tokens, weights[number] / sum(weights)
+        )  # fmt: skip
+    rates = {name: mean * share for name, (mean, _, share) in expected.items()}
+    whole = 0.0
+    assert {*report["sources"]} == {*expected}
+    for name, (mean, inside, share) in expected.items():
+        found, of_tokens = report["sources"][name], rates[name] / sum(rates.values())
+        assert found["mean_tokens"] == pytest.approx(mean)
+        assert found["vision_share"] == pytest.approx(inside)
+        assert found["draw_share"] == pytest.approx(share)
+        assert found["token_share"] == pytest.approx(of_tokens)
+        whole += of_tokens * inside
+    assert report["vision_token_ratio"] == pytest.approx(whole)
+    assert report["blend"] == [[0, list(weights)]]
+    assert (report["ends_at"], report["manifest"]) == (None, planner.manifest)
+    plans, _ = run(planner, 60)
+    source = np.concatenate([plan.samples.source for plan in plans])
+    for number, index in enumerate(planner.indices):
+        share = report["sources"][index.name]["draw_share"]
+        assert (source == number).mean() == pytest.approx(share, rel=0.05)
+
+
 @pytest.mark.parametrize("ratio", [0.05, 0.3])
 def test_vision_share_of_a_long_run_is_the_ratio(indices, ratio):
     config = CONFIG.replace(vision_token_ratio=ratio, pack_window=512, rows_per_step=400)
@@ -246,9 +279,11 @@ def test_too_long_samples_are_replaced_inside_their_shard(indices):
     assert got.size > len(expected) == 4 * 64
     assert got[: len(expected)].tolist() == expected
     assert max(p.samples.length.max() for p in plans) <= 90
-    with pytest.raises(
-        ValueError, match=r"'captions': all 65 samples .* row of 3 tokens \(shortest"
-    ):
+    captions = indices[1]
+    lengths = [len(slow_sample(captions, i, LIMITS)[0]) for i in range(captions.num_samples)]
+    bounds = rf"\(shortest {min(lengths)}, longest {max(lengths)}\)"
+    told = rf"'captions': all 65 samples .* row of 3 tokens {bounds}"
+    with pytest.raises(ValueError, match=told):
         Planner(indices, config.replace(seq_len=3))
 
 
@@ -278,7 +313,19 @@ def test_a_source_with_a_whole_shard_too_long_takes_the_next_shards_samples():
         ("quarantine", [[9, 0, 0]]),
         ("quarantine", [[0, -1, 0]]),
         ("quarantine", [[0, 99999, 0]]),
+        ("quarantine", [[3, 0, 0]]),
+        ("quarantine", [[-1, 0, 0]]),
+        ("quarantine", [[0, 65, 0]]),  # captions has 65, from 0 on
         ("quarantine", [[0]]),
+        ("tokens", 5),
+        ("tokens", [5]),
+        ("tokens", [5, 6, 7]),
+        ("tokens", [5, -1]),
+        ("tokens", [True, 1]),
+        ("tokens", [1.0, 1]),
+        ("changes", [[0, 64, []]]),
+        ("changes", [[1, 63, []]]),
+        ("changes", [[1, 64]]),
         ("packing", None),
     ],
 )
@@ -288,6 +335,12 @@ def test_a_wrong_state_is_refused_by_field(planner, field, value):
         planner.load_state_dict(state)
     with pytest.raises(ValueError, match=f"state field '{field}"):
         planner.plan(state)
+
+
+def test_a_state_at_every_bound_is_taken(planner):
+    """The last sample, the first step of a change, no tokens yet."""
+    bounds = {"quarantine": [[0, 64, 0], [2, 0, 0]], "changes": [[1, 64, []]], "tokens": [0, 0]}
+    planner.plan(planner.state_dict() | bounds)
 
 
 def test_other_data_and_missing_fields_are_refused(indices, planner):

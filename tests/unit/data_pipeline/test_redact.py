@@ -13,7 +13,7 @@ import pytest
 from data_pipeline.cache.cached_store import CacheConfig, CachedStore
 from data_pipeline.config import DataConfig
 from data_pipeline.govern.holds import end_hold, put_hold
-from data_pipeline.govern.redact import carry_out, plan, purge
+from data_pipeline.govern.redact import carry_out, held, plan, purge
 from data_pipeline.index.manifest import SCHEMA, read_index
 from data_pipeline.index.reads import (
     ShardReplaced,
@@ -401,6 +401,21 @@ def test_bad_requests_are_told_in_one_line_and_change_nothing(root, wanted, told
     with pytest.raises(ValueError, match=told):
         carry_out(store, wanted)
     assert {key: store.get(key) for key in store.list()} == before
+
+
+def test_samples_are_found_in_every_source_of_their_shards(root):
+    """By where they lie, redacted or not; what is asked of no source here is left out."""
+    store, _ = root
+    for _ in range(2):
+        assert held(store, {"pairs": ["p3"]}) == {"pairs": [3], "pairs_2": [3], "pairs_k": [3]}
+        assert held(store, {"pairs_k": ["p3", "v1"], "other": ["o4"], "gone": ["x"]}) == {
+            "other": [4], "pairs": [3, 19], "pairs_2": [3, 19], "pairs_k": [3, 19],
+        }  # fmt: skip
+        assert held(store, {"pairs_2": ["n2"]}) == {"pairs_2": [22]}
+        assert held(store, {}) == held(store, {"gone": ["x"]}) == {}
+        carry_out(store, GONE)
+    with pytest.raises(ValueError, match="'other' has no sample 'x'"):  # the first by name
+        held(store, {name: ["x"] for name in ("pairs_k", "pairs_2", "pairs", "other")})
 
 
 def test_a_hold_keeps_shards_whoever_names_them(root):

@@ -316,6 +316,62 @@ def test_views_of_outputs_are_found():
     assert_same_bits(*results)
 
 
+VIEWS = {
+    "whole": lambda x: x,
+    "transposed": lambda x: x.T,
+    "rows": lambda x: x[3:5],
+    "one number": lambda x: x[4, 7],
+    "half of the columns, transposed": lambda x: x.chunk(2, -1)[1].T,
+    "every other column": lambda x: x[:, 1::2],
+    "repeated": lambda x: x[:, :1].expand(-1, 5),
+    "another shape": lambda x: x.view(WIDTH, TOKENS),
+}
+
+
+@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize("first", VIEWS.values(), ids=VIEWS.keys())
+@pytest.mark.parametrize("treatment", ["fp8", "remade"])
+def test_any_view_may_be_the_first_that_is_saved(treatment, first, host):
+    """Codes are of the whole storage in its own order, whichever view of it autograd saves."""
+    memory = HostMemory(torch.device("cpu"), 0, 5000) if host else None
+    policy = Policy(["norms"], fp8=True, host=memory)
+    policy.open_group()
+    x = leaf().detach() * 1.0
+    with policy.saving():
+        if treatment == "fp8":
+            y = policy.squeezed(x * 1.0)
+            wanted = from_fp8(*to_fp8(y), y.dtype)
+        else:
+            y = policy.remade("norms", torch.tanh, x)
+            wanted = torch.tanh(x)
+        views = [view.detach() for view in (first(y), *(view(y) for view in VIEWS.values()))]
+        kept = [policy.keep(view) for view in views]
+    assert all(isinstance(one, saved.Remade) for one in kept)
+    for _ in range(3):
+        policy.open_group()
+    assert ("host" in policy.bytes_by_kind()) == host
+    expected = [first(wanted), *(view(wanted) for view in VIEWS.values())]
+    assert_same_bits([one.give() for one in kept], expected)
+
+
+@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize("planted", [float("inf"), float("nan")])
+def test_codes_show_what_is_not_finite_wherever_they_wait(planted, host):
+    """Else the update would look right."""
+    memory = HostMemory(torch.device("cpu"), 0, 5000) if host else None
+    policy = Policy(fp8=True, host=memory)
+    policy.open_group()
+    x, weight = leaf().detach() * 1.0, torch.ones(WIDTH, 2, requires_grad=True)
+    x[5, 9] = planted
+    with policy.saving():
+        out = policy.squeezed(x) @ weight
+    for _ in range(3):
+        policy.open_group()
+    assert ("host" in policy.bytes_by_kind()) == host
+    (of_weight,) = torch.autograd.grad(out[5].sum(), weight)
+    assert of_weight.isnan().all()
+
+
 def test_a_saved_part_does_not_hold_the_rest():
     """Of a sorted order whose beginning is saved, the beginning stays; values and gradient do."""
     x = torch.randn(8, generator=torch.Generator().manual_seed(2), requires_grad=True)

@@ -1,12 +1,15 @@
 """The plan of memory: the schedule's arithmetic, what a limit refuses, what lowers the peak."""
 
+import re
+from math import prod
+
 import numpy as np
 import pytest
 
 from data_pipeline.config import share_of
 from data_pipeline.plan.blend import SourceTotals, weights_for_ratio
 from kimi_pretrain.config import ConfigError, load_config
-from kimi_pretrain.memory.kept import layer_tensors
+from kimi_pretrain.memory.kept import layer_tensors, row_bytes
 from kimi_pretrain.memory.limits import check_memory_limit
 from kimi_pretrain.memory.plan import (
     GIB,
@@ -18,7 +21,9 @@ from kimi_pretrain.memory.states import divide_config
 from kimi_pretrain.memory.switches import EVERYTHING, switches
 from kimi_pretrain.reliability.preflight import check_start
 from kimi_pretrain.tools.memory_report import lines, report
+from kimi_pretrain.weights.shapes import language_shapes
 from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO, PatchLimits, grids
+from moonvit3d.layouts import released_shapes
 from moonvit3d.memory import activation_bytes, most_patches
 from tests.dist.jobs import SMALL
 
@@ -247,6 +252,120 @@ def test_a_shared_row_leaves_nothing_that_grows_with_it():
         found[not settings] = sizes
     assert found[True][0] == found[True][1] == found[True][2]
     assert found[False][2] - found[False][1] == (262_144 - 32_768) * 2_304
+
+
+def elements_of(config, stage):
+    """Numbers of a rank's own parameters, and of whole tensors beside slices; the encoder's: all of
+    them, and the trained ones. Name by name.
+    """
+    layout, frozen = config.layout, config.train.frozen
+    cut = ("embed_tokens", "lm_head", "q_proj", "q_b_proj", "kv_b_proj", "o_proj", "gate_proj",
+           "up_proj", "down_proj")  # fmt: skip
+    own = whole = 0
+    for name, shape in language_shapes(config.model.language).items():
+        layer = re.search(r"\.layers\.(\d+)\.", name)
+        if layer is not None:
+            chunk = next(n for n, (some, _) in enumerate(config.chunks()) if int(layer[1]) in some)
+            home = chunk % layout.pp
+        else:
+            home = 0 if "embed_tokens" in name else layout.pp - 1
+        if home != stage or name.endswith("e_score_correction_bias"):
+            continue
+        if ".mlp.experts." in name:
+            own += prod(shape) // layout.ep
+        elif name.split(".")[-2] in cut:
+            own += prod(shape) // layout.tp
+            whole += prod(shape) if layout.tp > 1 else 0
+        else:
+            own += prod(shape)
+    encoder = released_shapes(config.model.vision)
+    parts = {"vision_tower": "vision_tower.", "projector": "mm_projector."}
+    still = tuple(prefix for part, prefix in parts.items() if part in frozen)
+    trained = {name: shape for name, shape in encoder.items() if not name.startswith(still)}
+    return own + whole, *(sum(map(prod, some.values())) for some in (encoder, trained))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("train.dtype=bfloat16",),
+        ("train.dtype=float64", "layout.vpp=1"),
+        ("train.dtype=float32", "layout.tp=2", "data.rows_per_step=8"),
+        ("train.dtype=bfloat16", "train.frozen=[language_model]"),
+        ("train.dtype=bfloat16", "train.frozen=[vision_tower]", "layout.vpp=1"),
+    ],
+    ids=str,
+)
+def test_weights_and_gradients_are_counted_name_by_name(settings):
+    config = load_config("tiny_cpu", [*SMALL, *settings])
+    item = {"bfloat16": 2, "float32": 4, "float64": 8}[config.train.dtype]
+    plan = plan_memory(config)
+    per_stage = config.layout.world_size() // config.layout.pp
+    for number, stage in enumerate(plan.stages):
+        own, encoder, trained = elements_of(config, number)
+        assert stage.rank in range(number * per_stage, (number + 1) * per_stage)
+        assert stage.weights == item * (own + encoder)
+        language = 0 if "language_model" in config.train.frozen else own
+        assert stage.gradients == max(4, item) * (language + trained)
+        assert stage.lasting == stage.weights + stage.gradients + stage.optimizer
+        assert stage.phases == {
+            "backbone": stage.embeddings + stage.activations.total() + stage.passing
+            + stage.waiting,
+            "encoder": stage.embeddings + stage.encoder,
+            "exchange": stage.embeddings + stage.exchange + stage.waiting,
+            "update": stage.update,
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_what_the_loss_makes_and_drops(dtype):
+    """Logits in the model's type, and their gradient in both types."""
+    config = load_config(
+        "tiny_cpu", [*SMALL, f"train.dtype={dtype}", "model.language.vocab_size=65536"]
+    )
+    item, tokens = {"bfloat16": 2, "float32": 4, "float64": 8}[dtype], 128
+    assert plan_memory(config).stages[-1].passing == tokens * 65536 * (2 * item + max(4, item))
+    assert plan_memory(config).stages[0].passing < tokens * 65536
+
+
+def test_media_of_a_step_are_spread_over_the_ranks():
+    """What is encoded waits on every rank, what is received on first stages, with gradients."""
+    config = load_config("tiny_cpu", [*SMALL, "data.vision_token_ratio=0.3"])
+    tokens = int(0.3 * 4 * 128)
+    assert (config.layout.world_size(), config.layout.pp) == (4, 2)
+    encoded, received = (-(-tokens // ranks) * 64 * 4 for ranks in (4, 2))
+    first, last = plan_memory(config).stages
+    buffers = 2 * config.dep.exchange_budget_mib * 2**20
+    assert (first.embeddings, last.embeddings) == (2 * received + encoded, encoded)
+    assert (first.exchange, last.exchange) == (encoded + received + buffers, encoded + buffers)
+    assert first.waiting == last.waiting == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "attention", "wide"),
+    [
+        ("bfloat16", "portable", 2 + 4), ("float32", "portable", 4 + 4), ("float32", "flex", 4),
+        ("bfloat16", "flex", 2), ("float64", "portable", 8 + 8),
+    ],
+)  # fmt: skip
+def test_what_exists_of_a_shared_row_for_a_moment(dtype, attention, wide):
+    """Of four heads at a time; `wide` is a gradient, as a sum and cast where one adds it up."""
+    config = load_config(
+        "tiny_cpu",
+        [*SMALL, "layout.cp=2", "layout.dp=1", "model.language.num_heads=6", f"train.dtype={dtype}",
+         f"train.attention={attention}"],
+    )  # fmt: skip
+    nope, rope, value, latent, tokens = 12, 4, 12, 16, 128
+    item = {"bfloat16": 2, "float32": 4, "float64": 8}[dtype]
+    projected = 4 * (nope + value) * item
+    keys_and_values = 4 * (nope + rope + value) * item
+    gradients = 4 * (nope + rope + value) * wide
+    latents = (latent + rope) * max(4, item)
+    if dtype == "bfloat16":  # those of a few heads: a copy, its gradient, and that in the sum
+        latents += (latent + rope) * (2 + 2 + 4)
+    assert row_bytes(config) == tokens * (projected + keys_and_values + gradients + latents)
+    layout = config.layout.replace(cp=1, ep=1)
+    assert row_bytes(config.replace(layout=layout)) == 0
 
 
 @pytest.mark.slow

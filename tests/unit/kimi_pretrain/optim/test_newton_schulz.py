@@ -190,3 +190,13 @@ def test_orthogonality_error_of_known_matrices(sizes, shape):
     assert orthogonality_error(o[1]).shape == ()
     assert orthogonality_error(o[1].bfloat16()) == pytest.approx(float(expected), abs=0.01)
     assert orthogonality_error(o[None, None])[0, 0, 1] == found[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_orthogonality_error_is_summed_in_a_wide_type(dtype):
+    """Of a Gram matrix with many entries: sums in bfloat16 would be percents off."""
+    x = (matrix((96, 200)) / 15).to(dtype)
+    found, gram = newton_schulz.orthogonality_error(x), newton_schulz._gram(x)
+    assert found.dtype == torch.promote_types(dtype, torch.float32)
+    wanted = (gram.double() - torch.eye(96)).to(dtype).double().norm() / math.sqrt(96)
+    assert found.double().item() == pytest.approx(wanted.item(), rel=1e-5)

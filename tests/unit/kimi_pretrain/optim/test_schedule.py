@@ -200,6 +200,14 @@ def test_config_refuses(change, complaint):
         CONFIG.replace(**change)
 
 
+def test_config_takes_what_lies_just_inside_its_bounds():
+    for change in (
+        {"max_grad_norm": 1e-3}, {"max_grad_norm": None}, {"qk_clip_threshold": 0.5},
+        {"min_lr": 1.0}, {"min_lr": 0.0}, {"lr": 1e-9, "min_lr": 0.0}, {"weight_decay": 0.0},
+    ):  # fmt: skip
+        assert CONFIG.replace(**change).model_dump().items() >= change.items()
+
+
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [

@@ -1,0 +1,1 @@
+"""Plants one-line faults in our code and lists those that no test notices (`make mutants`)."""
