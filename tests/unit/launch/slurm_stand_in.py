@@ -43,7 +43,7 @@ exit $code
             "hostname": 'echo "$FAKE_HOST"\n',
             # The 3 s between two signals are a tenth of a second.
             "sleep": "echo >> $FOLDER/sleeps; exec /bin/sleep ${1/#3/.1}\n",
-            # Shows another element as well when the number of a whole array is given, as SLURM does.
+            # For the number of a whole array, SLURM shows its other elements as well.
             "scontrol": """
 if [ "$1" = requeue ]; then echo "$@" >> $FOLDER/scontrol.log; exit; fi
 echo "JobId=12345 Requeue=1 Restarts=$(cat $FOLDER/starts) BatchFlag=1"
