@@ -46,19 +46,19 @@ def environment(lab: Lab) -> dict[str, str]:
     return os.environ | {"SLURM_CONF": lab.env["SLURM_CONF"], "PATH": lab.env["PATH"]} | own
 
 
-def state(lab: Lab, job: int) -> JobState:
-    """Return how a job stands."""
+def state(lab: Lab, job: int | str) -> JobState:
+    """Return how a job, or one element of an array ("12_3"), stands."""
     (one,) = states(lab, job)
     return one
 
 
-def states(lab: Lab, job: int) -> list[JobState]:
+def states(lab: Lab, job: int | str) -> list[JobState]:
     """Return how every element of an array stands."""
     text = lab.run("scontrol", "--oneliner", "show", "job", str(job))
     return [slurm_queue.parse_job(line) for line in text.splitlines() if line.strip()]
 
 
-def wait_steps(lab: Lab, job: int, run_dir: Path, steps: int = 1) -> None:
+def wait_steps(lab: Lab, job: int | str, run_dir: Path, steps: int = 1) -> None:
     """Wait until a job has done some steps."""
     file = run_dir / "metrics.jsonl"
 
@@ -68,7 +68,7 @@ def wait_steps(lab: Lab, job: int, run_dir: Path, steps: int = 1) -> None:
     wait(done, f"{steps} steps of job {job}", lambda: log_of(lab, job), pause=0.02)
 
 
-def preempt(lab: Lab, job: int, run_dir: Path, steps: int = 1, *, save: bool = True) -> None:
+def preempt(lab: Lab, job: int | str, run_dir: Path, steps: int = 1, *, save: bool = True) -> None:
     """Tell a job to make room, as SLURM does before a time limit, after its first steps.
 
     Its ranks stand still meanwhile: however fast the machine, there are steps left to do. Where
@@ -129,7 +129,7 @@ def wait(found, what: str, told=lambda: "", seconds: float = RUN_SECONDS, pause=
         time.sleep(pause)
 
 
-def log_of(lab: Lab, job: int) -> str:
+def log_of(lab: Lab, job: int | str) -> str:
     """Return a job's output."""
     log = state(lab, job).log
     return log.read_text()[-6000:] if log.is_file() else f"{log} is not there"

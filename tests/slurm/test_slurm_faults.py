@@ -196,18 +196,31 @@ def test_a_failed_stage_cancels_the_next(lab, overrides, tmp_path):
     assert not (tmp_path / "two" / "metrics.jsonl").exists()
 
 
-def test_an_array_of_seeds(lab, overrides, tmp_path, straight):
-    job = jobs.submit(lab, tmp_path / "sweep", *overrides, "--seeds=0,5")
+def test_an_element_of_an_array_that_makes_room_leaves_the_others_alone(
+    lab, overrides, tmp_path, straight
+):
+    """The element that makes room is the one to which SLURM gave the array's own number."""
+    sweep = tmp_path / "sweep"
+    job = jobs.submit(lab, sweep, *overrides, "--seeds=0,5,7")
+
+    def number_of_array() -> list[str]:
+        told = lab.run("squeue", "-h", "-t", "R", "-j", str(job), "-o", "%A %K").splitlines()
+        return [seed for number, seed in map(str.split, told) if number == str(job)]
+
+    jobs.wait(lambda: bool(number_of_array()), "an element with the array's number")
+    (last,) = number_of_array()
+    jobs.preempt(lab, f"{job}_{last}", sweep / f"seed_{last}")
 
     def ended() -> bool:
         return all(one.ended for one in jobs.states(lab, job))
 
-    jobs.wait(ended, "the end of the array")
-    assert [one.state for one in jobs.states(lab, job)] == ["COMPLETED"] * 2
-    assert jobs.result(tmp_path / "sweep" / "seed_0") == straight
-    assert jobs.result(tmp_path / "sweep" / "seed_5")[0] != straight[0]
-    logs = sorted(path.parent.name for path in (tmp_path / "sweep").glob("seed_*/slurm-*.out"))
-    assert logs == ["seed_0", "seed_5"]
+    jobs.wait(ended, "the end of the array", lambda: str(jobs.states(lab, job)))
+    ends = {one.label: (one.state, one.restarts) for one in jobs.states(lab, job)}
+    assert ends == {f"{job}_{seed}": ("COMPLETED", int(seed == last)) for seed in ("0", "5", "7")}
+    assert jobs.result(sweep / "seed_0") == straight
+    assert jobs.result(sweep / "seed_5")[0] != straight[0]
+    logs = sorted(path.parent.name for path in sweep.glob("seed_*/slurm-*.out"))
+    assert logs == ["seed_0", "seed_5", "seed_7"]
 
 
 def test_the_time_limit(lab, overrides, tmp_path):

@@ -43,9 +43,13 @@ exit $code
             "hostname": 'echo "$FAKE_HOST"\n',
             # The 3 s between two signals are a tenth of a second.
             "sleep": "echo >> $FOLDER/sleeps; exec /bin/sleep ${1/#3/.1}\n",
+            # For the number of a whole array, SLURM shows its other elements as well.
             "scontrol": """
-if [ "$1" = requeue ]; then echo "$@" >> $FOLDER/scontrol.log
-else echo "JobId=12345 Requeue=1 Restarts=$(cat $FOLDER/starts) BatchFlag=1"; fi
+if [ "$1" = requeue ]; then echo "$@" >> $FOLDER/scontrol.log; exit; fi
+echo "JobId=12345 Requeue=1 Restarts=$(cat $FOLDER/starts) BatchFlag=1"
+if [ -n "${SLURM_ARRAY_TASK_ID-}" ] && [ "${@: -1}" = 12345 ]; then
+  echo "JobId=12346 ArrayJobId=12345 Requeue=1 Restarts=7 BatchFlag=1"
+fi
 """,
             "python-of-the-job": """
 told=; trap 'told=1' USR1; echo $$ > $FOLDER/heeds_$RANK
@@ -115,8 +119,9 @@ source $FOLDER/act
         """Where the script counts."""
         return self.run_dir / "logs" / "failures-12345"
 
-    def requeued(self) -> int:
+    def requeued(self, job: str = "12345") -> int:
+        """Return how often the job, and nothing else, was requeued."""
         file = self.folder / "scontrol.log"
         lines = file.read_text().splitlines() if file.is_file() else []
-        assert set(lines) <= {"requeue 12345"}
+        assert set(lines) <= {f"requeue {job}"}
         return len(lines)

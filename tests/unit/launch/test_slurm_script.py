@@ -62,12 +62,26 @@ def test_ranks_run_in_the_container(tmp_path):
 
 def test_an_element_of_an_array_trains_its_own_seed(tmp_path):
     cluster = Cluster(tmp_path, seeds=(3, 5))
-    cluster.env["SLURM_ARRAY_TASK_ID"] = "5"
+    cluster.env |= {"SLURM_ARRAY_JOB_ID": "12345", "SLURM_ARRAY_TASK_ID": "5"}
     own = cluster.run_dir / "seed_5"
     code, said = cluster.run(f'echo \'{{"state": "finished"}}\' > {own}/status.json\n')
     assert code == 0, said
     job = Job.parse((tmp_path / "argv").read_text().splitlines()[2])
     assert (job.run_dir, job.overrides) == (str(own), ("train.seed=5",))
+
+
+def test_a_requeue_of_an_element_leaves_the_rest_of_its_array_alone(tmp_path):
+    """The last element that starts has the array's own number as its SLURM_JOB_ID."""
+    cluster = Cluster(tmp_path, seeds=(3, 5))
+    cluster.env |= {"SLURM_ARRAY_JOB_ID": "12345", "SLURM_ARRAY_TASK_ID": "5"}
+    code, said = cluster.run("exit 75")
+    assert (code, cluster.requeued("12345_5")) == (0, 1), said
+    assert "job 12345_5: failed (exit code 75); newest checkpoint: none; restart 1 of 3" in said
+    assert (cluster.run_dir / "seed_5/logs/failures-12345_5").read_text() == "1 0\n"
+    # A later start of this element, not of another one, ends a script that outlived its job.
+    code, said = cluster.run(f"echo 1 > {cluster.folder}/starts; exit 75")
+    assert (code, cluster.requeued("12345_5")) == (1, 1), said
+    assert "a later start goes on already" in said
 
 
 def test_ranks_take_nothing_over_from_a_job_in_which_theirs_was_submitted(cluster):
