@@ -202,7 +202,8 @@ class DataConfig(Section):
     """Shards whose samples are mixed. More mix better and read shorter ranges.
     [shards; data_pipeline/plan/order.py]"""
     endpoint: str | None = None
-    """URL of the object store; null takes AWS_ENDPOINT_URL or the provider's own.
+    """URL of the object store; null takes AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, the AWS profile's
+    or the provider's own.
     [-; data_pipeline/access.py]"""
     requests_per_second: Positive | None = None
     """Of this node to the store, all processes together; null is no limit.

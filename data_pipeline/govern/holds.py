@@ -19,9 +19,9 @@ from data_pipeline.store.open import (
     AccessDenied,
     MissingKey,
     ObjectChanged,
+    RequestRefused,
     S3Store,
     Store,
-    StoreError,
 )
 
 _PROBE = ".hold-probe"
@@ -149,7 +149,7 @@ def enforces(store: S3Store) -> bool:
         held = False  # of nothing that is there
     except AccessDenied:
         return held
-    except StoreError:  # without object lock the bucket refuses to hold anything
+    except RequestRefused:  # without object lock the bucket refuses to hold anything
         return False
     else:
         return False

@@ -13,27 +13,21 @@ from functools import cache
 from typing import IO, Any, cast
 
 from data_pipeline.ingest.samples import Refused
+from data_pipeline.store.addresses import split_place
+from data_pipeline.store.objects import check_key
 from data_pipeline.store.open import (
-    AccessDenied,
+    MissingBucket,
+    MissingKey,
     Store,
-    StoreError,
-    StoreUnavailable,
     open_store,
 )
 
-# Errors caused by the path in the input; all others are the machine's.
+# Errors caused by the path in the input; all others are the machine's or, as the right to read, the
+# user's: they reject no sample.
 INPUT_ERRNOS = {
-    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP),
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP),
     *(errno.ENAMETOOLONG, errno.EINVAL, errno.ENXIO, errno.ENODEV, errno.EOVERFLOW),
 }
-# Parts of messages that mean the credentials are invalid for every object.
-_INVALID = (
-    "anew",
-    "fetched",
-    "InvalidAccessKeyId",
-    "SignatureDoesNotMatch",
-    "InvalidToken",
-)
 # Objects are streamed in requests of this size, with the next one prefetched.
 _BLOCK = 8 << 20
 # Most bytes of one sample held in memory, where its files cannot be read again later: a compressed
@@ -71,9 +65,15 @@ def _store(root: str) -> Store:
 
 def store_of(uri: str) -> tuple[Store, str]:
     """The store of a bucket, opened once per process, and the key inside it."""
+    root, key = _parted(uri)
+    return _store(root), key
+
+
+def _parted(uri: str) -> tuple[str, str]:
+    """Return the bucket's URI and the key."""
     scheme, rest = uri.split("://", 1)
     bucket, _, key = rest.partition("/")
-    return _store(f"{scheme}://{bucket}"), key
+    return f"{scheme}://{bucket}", key
 
 
 @dataclass(frozen=True)
@@ -98,16 +98,20 @@ class ByteSource:
     def read(self, most: int) -> bytes:
         """Read the bytes.
 
+        A sample is refused only for what it says itself: a name of nothing, or of too much. What
+        the store, its rights or the machine are the reason of ends the ingest.
+
         Raises:
             Refused: there is no such file or object, or it has more than `most` bytes.
+            StoreError, OSError: it cannot be read; of no sample's bytes.
         """
         if self.data is not None:
             return self.data
         if self.length is not None and self.length > most:
             raise self._too_large(self.length, most)
+        if in_store(self.where):
+            return self._from_store(most)
         try:
-            if in_store(self.where):
-                return self._from_store(most)
             with open_regular(self.where) as file:
                 size = os.fstat(file.fileno()).st_size
                 if self.length is None and size > most:
@@ -123,6 +127,12 @@ class ByteSource:
 
     def _from_store(self, most: int) -> bytes:
         """Read an object; a HEAD tells its size first."""
+        try:
+            root, key = _parted(self.where)
+            split_place("a file", root)
+            check_key(key)
+        except ValueError as error:  # no possible URI
+            raise Refused("missing file", f"{self.where!r}: {error}") from None
         store, key = store_of(self.where)
         try:
             if self.length is not None:
@@ -131,31 +141,11 @@ class ByteSource:
             if info.size - self.offset > most:
                 raise self._too_large(info.size - self.offset, most)
             return store.get(key, self.offset, info.size - self.offset, etag=info.etag)
-        except AccessDenied as error:
-            if lost_credentials(store, key):
-                raise
-            raise Refused("missing file", str(error)) from None
-        except StoreUnavailable:
-            raise
-        except StoreError as error:
+        except (MissingKey, MissingBucket) as error:
             raise Refused("missing file", str(error)) from None
 
     def _too_large(self, size: int, most: int) -> Refused:
         return Refused("too large", f"{self.where}: {size} bytes, at most {most}")
-
-
-def lost_credentials(store: Store, key: str) -> bool:
-    """Whether access is denied because the credentials are invalid for every object.
-
-    The answer to a HEAD has no body with the reason, so one byte is requested.
-    """
-    try:
-        store.get(key, 0, 1)
-    except AccessDenied as error:
-        return any(word in str(error) for word in _INVALID)
-    except StoreError:
-        pass
-    return False
 
 
 class OversizedSource(ByteSource):

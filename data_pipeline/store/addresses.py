@@ -97,9 +97,24 @@ def endpoint_of(uri: str, endpoint: str | None) -> str:
 
     Args:
         uri: of the store, a folder as a path.
-        endpoint: as given; None: as AWS_ENDPOINT_URL says.
+        endpoint: as given; None: as the environment says.
     """
-    return (endpoint or os.environ.get("AWS_ENDPOINT_URL") or "") if "://" in uri else ""
+    return (endpoint or environment_endpoint() or "") if "://" in uri else ""
+
+
+def environment_endpoint() -> str | None:
+    """Return the S3 endpoint of the environment: AWS_ENDPOINT_URL_S3, else AWS_ENDPOINT_URL.
+
+    None where neither is set, or AWS_IGNORE_CONFIGURED_ENDPOINT_URLS is true.
+    """
+    if endpoints_ignored():
+        return None
+    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
+
+
+def endpoints_ignored() -> bool:
+    """Whether the environment says that no endpoint of the environment or of a file counts."""
+    return os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true"
 
 
 def masked(address: str) -> str:

@@ -49,7 +49,21 @@ class AccessDenied(StoreError):
 
 
 class ObjectChanged(StoreError):
-    """The object is no longer the one whose ETag was asked for or seen first."""
+    """The object is no longer the one whose ETag was asked for or seen first.
+
+    Attributes:
+        etag: that ETag; "" if it is not known.
+    """
+
+    etag = ""
+
+
+class RequestRefused(StoreError):
+    """The server refuses the request as it stands; without a header it may take it."""
+
+
+class NotSupported(RequestRefused):
+    """The server does not know the operation, or a header of it."""
 
 
 class StoreUnavailable(StoreError):
@@ -263,7 +277,7 @@ class Versions:
             self._first.move_to_end(key)
             if len(self._first) > self._limit:
                 self._first.popitem(last=False)
-        if first != etag:
+        if not same_version(first, etag):
             raise object_changed(f"{uri}/{key}", first)
 
     def wrote(self, key: str, etag: str) -> None:
@@ -300,10 +314,17 @@ def short_object(where: str, offset: int, length: int, got: int) -> StoreError:
 
 def object_changed(where: str, etag: str) -> ObjectChanged:
     """The error of a read whose version is gone."""
-    return ObjectChanged(
+    error = ObjectChanged(
         f"{where}: expected the version with ETag {etag}, the object was overwritten since; "
         "read the source's manifest again and restart, or restore the object"
     )
+    error.etag = etag
+    return error
+
+
+def same_version(one: str, other: str) -> bool:
+    """Whether two ETags mean the same: a proxy may have made one weak, or dropped its quotes."""
+    return one.removeprefix("W/").strip('"') == other.removeprefix("W/").strip('"')
 
 
 class CheckedPieces:

@@ -5,9 +5,13 @@ role); none is an argument, kept in an attribute or written into a message.
 """
 
 import os
-from collections.abc import Callable
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from email.utils import parsedate_to_datetime
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import boto3.session
 import botocore.loaders
@@ -17,7 +21,12 @@ from botocore import exceptions as aws
 from botocore.config import Config
 from botocore.parsers import ResponseParserError
 
-from data_pipeline.store.addresses import check_endpoint, split_place
+from data_pipeline.store.addresses import (
+    check_endpoint,
+    endpoints_ignored,
+    environment_endpoint,
+    split_place,
+)
 from data_pipeline.store.budget import Budget
 from data_pipeline.store.memory import MemoryStore
 from data_pipeline.store.objects import (
@@ -27,6 +36,7 @@ from data_pipeline.store.objects import (
     MissingKey,
     ObjectChanged,
     ObjectInfo,
+    RequestRefused,
     Span,
     Store,
     StoreError,
@@ -37,8 +47,9 @@ from data_pipeline.store.objects import (
     get_many,
 )
 from data_pipeline.store.s3 import S3Store
-from data_pipeline.store.s3_answers import Meaning, meaning_of
-from data_pipeline.store.s3_read import BrokenBody
+from data_pipeline.store.s3_answers import meaning_of
+from data_pipeline.store.s3_form import BrokenBody, WrongAnswer, check_form
+from data_pipeline.store.s3_requests import Judgement
 from data_pipeline.store.stats import StoreStats
 
 __all__ = [
@@ -50,6 +61,7 @@ __all__ = [
     "MissingKey",
     "ObjectChanged",
     "ObjectInfo",
+    "RequestRefused",
     "S3Store",
     "Span",
     "Store",
@@ -81,8 +93,19 @@ def _session(profile: str | None) -> boto3.session.Session:
     return boto3.session.Session(botocore_session=source, profile_name=profile)
 
 
-def _profile_says(profile: str, where: str) -> tuple[str | None, str | None]:
-    """Return the endpoint and the region that a profile has for S3."""
+_STYLES = ("path", "virtual", "auto")
+
+
+class _Said(NamedTuple):
+    """What a profile says of S3, each None where it says nothing."""
+
+    endpoint: str | None
+    region: str | None
+    style: str | None
+
+
+def _profile_says(profile: str | None, where: str) -> _Said:
+    """Return what a profile says; None: the one of the environment, or the default."""
     try:
         source = botocore.session.Session(profile=profile)
         said = source.get_scoped_config()
@@ -90,7 +113,14 @@ def _profile_says(profile: str, where: str) -> tuple[str | None, str | None]:
     except (aws.ProfileNotFound, aws.ConfigParseError) as error:
         raise _no_profile(profile, where, error) from error
     own = services.get(said.get("services"), {}).get("s3", {})
-    return own.get("endpoint_url") or said.get("endpoint_url"), said.get("region")
+    settings = said.get("s3", {})
+    style = settings.get("addressing_style") if isinstance(settings, dict) else None
+    if style not in (None, *_STYLES):
+        raise ValueError(
+            f"s3.addressing_style of the AWS configuration is {style!r:.40}, expected one of "
+            f"{', '.join(_STYLES)}"
+        )
+    return _Said(own.get("endpoint_url") or said.get("endpoint_url"), said.get("region"), style)
 
 
 def _no_profile(profile: str | None, where: str, error: Exception) -> AccessDenied:
@@ -119,7 +149,8 @@ def _connect(
     except (*_NO_NEW_CREDENTIALS, aws.ProfileNotFound, aws.ConfigParseError) as error:
         raise _no_profile(profile, where, error) from error
     client.meta.events.register("before-send.s3", before_send)
-    client.meta.events.register("before-parse.s3", _check_length)
+    client.meta.events.register("before-parse.s3", _check_answer)
+    client.meta.events.register_first("needs-retry.s3", _follow_no_blind_redirect)
     # A body that is an object's has a checksum in a header, which is signed: to sign it as well is
     # a third of an upload's CPU. Bodies that are commands are signed themselves.
     unsigned = client.meta.config.merge(Config(s3={"payload_signing_enabled": False}))
@@ -134,34 +165,92 @@ def _sign_with(config: Config, request: Any, **_: object) -> None:
     request.context["client_config"] = config
 
 
-def _check_length(response_dict: dict[str, Any], operation_model: Any, **_: object) -> None:
-    """Refuse an answer that was cut off: botocore would take an empty list for an empty bucket."""
-    body, size = response_dict["body"], response_dict["headers"].get("content-length")
-    if not isinstance(body, bytes) or size is None or operation_model.name.startswith("Head"):
-        return
-    if len(body) != int(size):
-        raise BrokenBody(f"{len(body)} of {size} bytes of the answer came")
+def _check_answer(response_dict: dict[str, Any], operation_model: Any, **_: object) -> None:
+    headers = {name.lower(): value for name, value in response_dict["headers"].items()}
+    status, body = response_dict["status_code"], response_dict["body"]
+    check_form(operation_model.name, status, headers, body)
 
 
-def _meaning(error: Exception) -> tuple[Meaning, str] | None:
+def _follow_no_blind_redirect(request_dict: dict[str, Any], response: Any, **_: object) -> None:
+    """Let botocore follow a redirect only where the answer names the bucket's region.
+
+    It would ask the server by HEAD, and follow the redirect that comes of it, without end.
+    """
+    parsed = {} if response is None else response[1]
+    headers = parsed.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    if "x-amz-bucket-region" not in headers and not parsed.get("Error", {}).get("Region"):
+        request_dict["context"].setdefault("s3_redirect", {})["redirected"] = True
+
+
+def _judge(error: Exception) -> Judgement | None:
     """What a failure of a request means, and in few words why; None if it is no such failure."""
     if isinstance(error, aws.ClientError):
-        code = str(error.response.get("Error", {}).get("Code", ""))
-        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        # An answer to HEAD has no body to name an error: the status comes as its code.
-        named = "" if code == str(status) else f" {code}"
-        return meaning_of(status, code), f"HTTP {status}{named}".rstrip()
+        return _answered(error.response)
     if isinstance(error, _NO_CREDENTIALS):
-        return "denied", "no complete credentials found"
+        return Judgement("denied", "no complete credentials found")
     if isinstance(error, _NO_NEW_CREDENTIALS):
-        return "expired", f"credentials could not be fetched: {type(error).__name__}"
+        told = f"credentials could not be fetched: {type(error).__name__}"
+        return Judgement("expired", told)
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
-        return "refused", "the server's certificate is not trusted (AWS_CA_BUNDLE names others)"
+        told = "the server's certificate is not trusted (AWS_CA_BUNDLE names others)"
+        return Judgement("refused", told)
     if isinstance(error, _NETWORK):
-        return "again", type(error).__name__
+        return Judgement("again", type(error).__name__)
+    if isinstance(error, WrongAnswer):
+        return Judgement("again", f"a wrong answer: {error}")
     if isinstance(error, _BROKEN):
-        return "again", f"the body broke off: {error}"
-    return ("refused", str(error)) if isinstance(error, aws.BotoCoreError) else None
+        return Judgement("again", f"the body broke off: {error}")
+    if isinstance(error, aws.ParamValidationError):  # of the bucket's name, which comes of a user
+        return Judgement("no_bucket", " ".join(str(error).split()))
+    if isinstance(error, aws.BotoCoreError):
+        return Judgement("refused", str(error))
+    if _in_parser(error):
+        return Judgement("again", f"a wrong answer: {type(error).__name__} in parsing it")
+    return None
+
+
+def _in_parser(error: Exception) -> bool:
+    """Whether botocore failed to parse an answer: it lets errors of numbers and dates pass."""
+    frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    return any(os.path.join("botocore", "parsers.py") in name for name in frames)
+
+
+def _answered(response: Any) -> Judgement:
+    """Return what an error answer means."""
+    error, metadata = response.get("Error", {}), response.get("ResponseMetadata", {})
+    code, status = str(error.get("Code") or ""), metadata.get("HTTPStatusCode", 0)
+    headers = metadata.get("HTTPHeaders", {})
+    # An answer without an error document, as to HEAD: botocore gives the status as its code.
+    named = code not in ("", str(status), "Bad Request", "Forbidden", "Not Found")
+    meaning = meaning_of(status, code if named else "")
+    reason = f"HTTP {status} {code:.80}" if named else f"HTTP {status}"
+    if meaning == "skewed":
+        reason += _clocks(headers)
+    elif meaning == "redirect":
+        reason += _elsewhere(error, headers)
+    elif meaning in ("refused", "unsupported", "full", "again"):
+        told = [error.get("Message"), error.get("Header"), error.get("ArgumentName")]
+        shown = ", ".join(" ".join(str(one).split()) for one in told if one)
+        reason += f": {shown:.200}" if named and shown and shown != code else ""
+    return Judgement(meaning, reason, named)
+
+
+def _clocks(headers: Mapping[str, str]) -> str:
+    """Say how far this machine's clock and the server's are apart."""
+    try:
+        there = parsedate_to_datetime(headers.get("date", "")).timestamp()
+    except (ValueError, TypeError):
+        return ", the clocks of this machine and of the server differ"
+    return f", this machine's clock is {time.time() - there:+.0f} s from the server's: set it"
+
+
+def _elsewhere(error: Mapping[str, Any], headers: Mapping[str, str]) -> str:
+    """Say where a redirect leads: the address without path and credentials, and the region."""
+    address = urlsplit(headers.get("location", "") or str(error.get("Endpoint", "")))
+    host = address.netloc.rpartition("@")[2] or address.path
+    region = headers.get("x-amz-bucket-region") or error.get("Region")
+    told = f", to {address.scheme}{'://' if address.scheme else ''}{host:.200}" if host else ""
+    return told + (f", region {region!r:.40}" if region else "")
 
 
 def open_store(
@@ -182,7 +271,8 @@ def open_store(
 
     Args:
         uri: the root; all keys are relative to it.
-        endpoint: S3 endpoint; None reads AWS_ENDPOINT_URL, and without that means Amazon's own.
+        endpoint: S3 endpoint; None reads AWS_ENDPOINT_URL_S3, then AWS_ENDPOINT_URL, then the
+            profile's file, and without any of these means Amazon's own.
         profile: of boto3's files. Its keys and region count and, unless `endpoint` is given, its
             endpoint; nothing of the environment: keys of one server never go to another.
         connect_timeout: seconds to reach the server, per attempt.
@@ -198,7 +288,7 @@ def open_store(
 
     Raises:
         ValueError: unknown scheme, no bucket, an endpoint without a scheme, or credentials in
-            either.
+            either; an addressing style that is none.
         AccessDenied: the profile or credential process named by the environment does not work.
     """
     scheme, rest = split_place("the root", os.fspath(uri))
@@ -207,16 +297,18 @@ def open_store(
     bucket, _, prefix = rest.partition("/")
     if scheme == "memory":
         return MemoryStore(bucket, prefix)
-    region, asked = None, "as configured, or by AWS_ENDPOINT_URL"
+    said = _profile_says(profile, os.fspath(uri))
     if profile is None:
-        endpoint = endpoint or os.environ.get("AWS_ENDPOINT_URL") or None
+        endpoint = endpoint or environment_endpoint()
+        endpoint = endpoint or (None if endpoints_ignored() else said.endpoint)
+        asked = "as configured, or by AWS_ENDPOINT_URL"
         if endpoint is None:  # for messages: who forgot the endpoint has asked Amazon
             asked = "Amazon's own: no endpoint is configured and AWS_ENDPOINT_URL is not set"
     else:
-        said, region = _profile_says(profile, os.fspath(uri))
-        endpoint = endpoint or said
+        endpoint = endpoint or said.endpoint
         given = "as given or as the profile says" if endpoint else "Amazon's own"
         asked = f"{given}, with profile {profile!r}"
+    region = said.region if profile is not None else None
     check_endpoint("the S3 endpoint", endpoint)
     config = Config(
         connect_timeout=connect_timeout,
@@ -224,17 +316,17 @@ def open_store(
         max_pool_connections=2 * threads if hedge else threads,
         retries={"mode": "standard", "total_max_attempts": 1},
         signature_version="s3v4",
-        # A bucket as a host name does not resolve on a private endpoint.
-        s3={"addressing_style": "path" if endpoint else "auto"},
+        # A bucket as a host name does not resolve on most private endpoints.
+        s3={"addressing_style": said.style or ("path" if endpoint else "auto")},
         # Every read is checked against the index by its reader; a second sum costs CPU.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
-        # With a profile all endpoints are known by now; AWS_ENDPOINT_URL would win over them.
-        ignore_configured_endpoint_urls=profile is not None,
+        # All endpoints are known by now; AWS_ENDPOINT_URL would win over a profile's.
+        ignore_configured_endpoint_urls=True,
     )
     connect = partial(_connect, endpoint, profile, region, config, os.fspath(uri))
     return S3Store(
-        *(bucket, prefix, connect, _meaning),
+        *(bucket, prefix, connect, _judge),
         attempts=attempts,
         pool=threads,
         patience=patience,

@@ -1,8 +1,8 @@
 """S3 as a store: what botocore leaves to its users.
 
 botocore retries a request that fails but not a body that breaks while it is read, counts attempts
-and not time, and knows nothing of the other processes of a node. Here it sends each request once,
-and `S3Store` does the rest:
+and not time, and knows nothing of the other processes of a node. Here it sends each request once;
+`S3Store` and its base class `S3Requests` do the rest:
 
 1. What may succeed later is sent again with full jitter, until `patience` seconds passed without
    progress (`retry`, `s3_answers`).
@@ -11,115 +11,53 @@ and `S3Store` does the rest:
 3. A read that is late is sent a second time (`hedge`).
 4. Every request, with retries, hedges and parts, asks the node's budget first (`budget`).
 5. When the server calls the credentials expired, they are fetched once more.
+6. An answer in a wrong form is not believed (`s3_form`), nor is a refusal without an error code
+   from a server that has answered well before: the request is sent again. A HEAD has no body to
+   name the reason of a refusal, so a GET of one byte asks for it. A changed ETag counts once a HEAD
+   confirms it.
+7. The store does without features that not every server has (conditions, checksums, deleting many,
+   listing uploads), and logs that once.
 
 The client itself is made in `store`, the only file that imports boto3.
 """
 
-import logging
 import os
-import random
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from data_pipeline.store.budget import Budget
-from data_pipeline.store.hedge import Hedger
 from data_pipeline.store.multipart import crc32_of, md5_of, part_size, put_parts, put_pieces
 from data_pipeline.store.objects import (
+    AccessDenied,
     CheckedPieces,
     MissingKey,
+    NotSupported,
     ObjectChanged,
     ObjectInfo,
     StoreError,
-    StoreUnavailable,
     Unfinished,
-    Versions,
     Written,
-    check_key,
     check_range,
+    in_threads,
+    object_changed,
+    same_version,
     short_object,
 )
 from data_pipeline.store.retry import Tries
-from data_pipeline.store.s3_answers import NOT_IMPLEMENTED, Meaning, failure, status_of
-from data_pipeline.store.s3_read import PROGRESS, BodyRead, Sent
-from data_pipeline.store.stats import Counted
-
-log = logging.getLogger(__name__)
+from data_pipeline.store.s3_read import PROGRESS, BodyRead
+from data_pipeline.store.s3_requests import S3Requests
 
 _MULTIPART = 16 << 20  # files of this size and more go up in parts
 _MOST_HEDGED = 32 << 20  # a second read of more would cost more than it saves
 _MOST_AT_ONCE = 1000  # objects of one DeleteObjects
-_CALM_S = 5.0  # no hedges for so long after the server asked for fewer requests
 _LISTING = {"ContinuationToken": "NextContinuationToken"}
-_REMARK_S = 10.0  # a failing server is worth a line in the log this often
+_DELETE_THREADS = 8  # where each object takes a request of its own
 
 
-class S3Store(Counted):
-    """A bucket, or a prefix of one, behind the S3 protocol. `store.open_store` makes it.
-
-    Args:
-        bucket, prefix: the root.
-        connect: makes a boto3 client that sends each request once and calls the function it is
-            given before each; reads the credentials anew.
-        meaning: what an exception of the client or of a body means, and in few words why; None
-            if it is not one of those.
-        attempts, pool (threads), patience, hedge, budget: see `open_store`.
-        asked: how the endpoint came to be, for messages.
-    """
-
-    def __init__(
-        self,
-        bucket: str,
-        prefix: str,
-        connect: Callable[[Callable[..., None]], Any],
-        meaning: Callable[[Exception], tuple[Meaning, str] | None],
-        *,
-        attempts: int | None,
-        pool: int,
-        patience: float,
-        hedge: bool,
-        budget: Budget | None,
-        asked: str,
-    ) -> None:
-        super().__init__()
-        self.bucket, self._prefix = bucket, prefix.strip("/")
-        self.uri = f"s3://{bucket}/{self._prefix}".rstrip("/")
-        self._meaning, self._patience, self._attempts = meaning, patience, attempts
-        self._versions = Versions()
-        self._hedger = Hedger(pool) if hedge else None
-        self._budget = budget
-        self._draw = random.Random()  # of jitter only: seeded by the system, apart from any other
-        self._here = threading.local()
-        self._renewing = threading.Lock()
-        self._closing = threading.Event()
-        self._calm_at = self._remark_at = 0.0
-        self._no_conditions = False  # whether the server refuses If-None-Match
-        self._no_sums = False  # ... and checksums by CRC-32
-        self._connect = partial(connect, self._before_send)
-        self._client = self._connect()
-        self.endpoint: str = self._client.meta.endpoint_url
-        self._asked = f"asked {self.endpoint}, {asked}"
-
-    def close(self) -> None:
-        """See `Store.close`. Reads under way are left to end; the budget is not closed."""
-        self._closing.set()
-        if self._hedger:
-            self._hedger.close()
-        self._client.close()
-
-    def _before_send(self, **_: object) -> None:
-        waited = 0.0
-        if self._budget is not None:
-            waited = self._budget.take(self.uri, self._patience, self._closing)
-        self.count(requests=1, budget_wait_s=waited)
-        mark: Sent = self._here.mark
-        mark.waited, mark.sent = mark.waited + waited, time.monotonic()
-
-    def _key(self, key: str) -> str:
-        return self._base + check_key(key)
+class S3Store(S3Requests):
+    """A bucket, or a prefix of one, behind the S3 protocol. `store.open_store` makes it."""
 
     def get(
         self, key: str, offset: int = 0, length: int | None = None, *, etag: str | None = None
@@ -135,8 +73,8 @@ class S3Store(Counted):
         self, key: str, offset: int, length: int | None, etag: str | None, tries: Tries
     ) -> bytes:
         name = self._key(key)
-        # With an ETag, If-Match does it.
-        check = (lambda _: None) if etag else partial(self._versions.check, self.uri, key)
+        # Not every server heeds If-Match.
+        check = partial(self._check_version, key, etag)
         pieces: list[bytes] = []
         done = fresh = 0  # bytes read, and those of them that are no progress yet
         while True:
@@ -154,15 +92,22 @@ class S3Store(Counted):
             pieces += read.pieces
             done, fresh = done + read.got, fresh + read.got
             if read.error is None:
+                self._answers = True
                 break
             if fresh >= PROGRESS:
                 tries.progress()
                 fresh = 0
-            self._again(key, read.error, tries, client, read.waited, etag)
+            self._again(key, read.error, tries, client, read, etag)
             self.count(resumes=int(read.opened))
         if length is not None and done != length:
             raise short_object(f"{self.uri}/{key}", offset, length, done)
         return b"".join(pieces)  # of one piece: that piece, without a copy
+
+    def _check_version(self, key: str, wanted: str | None, etag: str) -> None:
+        if wanted is None:
+            self._versions.check(self.uri, key, etag)
+        elif not same_version(wanted, etag):
+            raise object_changed(f"{self.uri}/{key}", wanted)
 
     def _run(self, make: Callable[[], BodyRead], size: int | None) -> BodyRead:
         """Do one read, with a second one beside it if it is late."""
@@ -199,20 +144,21 @@ class S3Store(Counted):
 
     def put_new(self, key: str, data: bytes) -> bool:
         """See `Store.put_new`."""
-        unless: dict[str, Any] = {} if self._no_conditions else {"IfNoneMatch": "*"}
+        put = partial(self._call, "put_object", key, Body=data, ContentMD5=md5_of(data))
+
+        def unless_there() -> Any:
+            with suppress(MissingKey):
+                self.head(key)
+                return None
+            return put()
+
         try:
-            if self._no_conditions:
-                with suppress(MissingKey):
-                    self.head(key)
-                    return False
-            reply = self._call("put_object", key, Body=data, ContentMD5=md5_of(data), **unless)
+            condition = partial(put, IfNoneMatch="*")
+            reply = self._optional("If-None-Match in PUT", condition, unless_there)
         except ObjectChanged:  # HTTP 412: the condition does not hold
             return False
-        except StoreError as error:
-            if self._no_conditions or status_of(error.__cause__) != NOT_IMPLEMENTED:
-                raise
-            self._no_conditions = True
-            return self.put_new(key, data)
+        if reply is None:
+            return False
         self.count(written=len(data))
         self._versions.wrote(key, reply["ETag"])
         return True
@@ -249,23 +195,18 @@ class S3Store(Counted):
         pieces = CheckedPieces(f"{self.uri}/{key}", size, sha256, read, part_size(size))
         whole = None if size >= _MULTIPART else b"".join(pieces)
 
-        def put() -> tuple[str, bool]:
+        def put(sums: bool) -> tuple[str, bool]:
             if whole is None:
-                return put_pieces(self._call, key, pieces, sums=not self._no_sums)
-            mine = "" if self._no_sums else crc32_of(whole)
+                return put_pieces(self._call, key, pieces, sums=sums)
+            mine = crc32_of(whole) if sums else ""
             check: dict[str, Any] = (
                 {"ChecksumCRC32": mine} if mine else {"ContentMD5": md5_of(whole)}
             )
             reply = self._call("put_object", key, Body=whole, **check)
             return reply["ETag"], bool(mine) and reply.get("ChecksumCRC32") == mine
 
-        try:
-            etag, confirmed = put()
-        except StoreError as error:
-            if self._no_sums or status_of(error.__cause__) != NOT_IMPLEMENTED:
-                raise
-            self._no_sums = True
-            etag, confirmed = put()
+        feature = "checksums by CRC-32"
+        etag, confirmed = self._optional(feature, partial(put, True), partial(put, False))
         self.count(written=size)
         self._versions.wrote(key, etag)
         return Written(ObjectInfo(size, etag), pieces.sha256, confirmed)
@@ -288,10 +229,13 @@ class S3Store(Counted):
     def unfinished(self, prefix: str = "") -> list[Unfinished]:
         """See `Store.unfinished`; `mark` is the upload's id."""
         marks = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
+        pages = partial(self._pages, "list_multipart_uploads", prefix, marks)
+        found = self._optional("a list of unfinished uploads", lambda: [*pages()], list)
         return sorted(
             Unfinished(upload["Key"][len(self._base) :], upload["UploadId"])
-            for page in self._pages("list_multipart_uploads", prefix, marks)
+            for page in found
             for upload in page.get("Uploads", ())
+            if not _is_marker(upload["Key"])
         )
 
     def drop_unfinished(self, one: Unfinished) -> None:
@@ -310,10 +254,10 @@ class S3Store(Counted):
             for page in self._pages("list_object_versions", prefix, marks):
                 for kind in ("Versions", "DeleteMarkers"):
                     for one in page.get(kind, ()):
-                        yield kind, one
-        except StoreError as error:  # not of a server that keeps none
-            if status_of(error.__cause__) != NOT_IMPLEMENTED:
-                raise
+                        if not _is_marker(one["Key"]):
+                            yield kind, one
+        except NotSupported:  # of a server that keeps none
+            return
 
     def _versions_of(self, prefix: str) -> dict[str, list[str]]:
         """Return key -> ids of all versions and delete markers under a prefix."""
@@ -336,17 +280,37 @@ class S3Store(Counted):
         return self._delete_many(wanted)
 
     def _delete_many(self, wanted: Sequence[dict[str, str]]) -> list[tuple[str, str]]:
-        """Send DeleteObjects, whose answer 200 may hold an error for each key; returns those."""
+        """Remove objects or versions; returns (key, reason) of those that stay."""
         kept: dict[str, str] = {}
         for first in range(0, len(wanted), _MOST_AT_ONCE):
             batch = wanted[first : first + _MOST_AT_ONCE]
-            which = {"Delete": {"Objects": batch, "Quiet": True}}
-            reply = self._request("delete_objects", batch[0]["Key"][len(self._base) :], which)
-            for error in reply.get("Errors", ()):
-                if error.get("Code") not in ("NoSuchKey", "NoSuchVersion"):
-                    told = f"{error.get('Code')}: {error.get('Message', '')}".strip(": ")
-                    kept[error["Key"][len(self._base) :]] = told
+            many = partial(self._delete_batch, batch)
+            kept |= self._optional("DeleteObjects", many, partial(self._delete_each, batch))
         return list(kept.items())
+
+    def _delete_batch(self, batch: Sequence[dict[str, str]]) -> dict[str, str]:
+        """Send DeleteObjects, whose answer 200 may hold an error for each key."""
+        which = {"Delete": {"Objects": batch, "Quiet": True}}
+        reply = self._request("delete_objects", batch[0]["Key"][len(self._base) :], which)
+        kept: dict[str, str] = {}
+        for error in reply.get("Errors", ()):
+            if error.get("Code") not in ("NoSuchKey", "NoSuchVersion"):
+                told = f"{error.get('Code')}: {error.get('Message', '')}".strip(": ")
+                kept[error["Key"][len(self._base) :]] = told
+        return kept
+
+    def _delete_each(self, batch: Sequence[dict[str, str]]) -> dict[str, str]:
+        """Remove each by a request of its own, for a server without DeleteObjects."""
+
+        def remove(one: dict[str, str]) -> str:
+            try:
+                self._request("delete_object", one["Key"][len(self._base) :], one)
+            except (MissingKey, AccessDenied) as error:
+                return "" if isinstance(error, MissingKey) else str(error)
+            return ""
+
+        told = zip(batch, in_threads(remove, batch, _DELETE_THREADS))
+        return {one["Key"][len(self._base) :]: reason for one, reason in told if reason}
 
     def bygone(self, prefix: str = "") -> list[Unfinished]:
         """See `Store.bygone`: versions of keys whose newest one is a delete marker."""
@@ -396,123 +360,9 @@ class S3Store(Counted):
         """See `Store.list`."""
         pages = self._pages("list_objects_v2", prefix, _LISTING)
         found = (item["Key"] for page in pages for item in page.get("Contents", ()))
-        return sorted(key[len(self._base) :] for key in found)
+        return sorted(key[len(self._base) :] for key in found if not _is_marker(key))
 
-    def _pages(
-        self, operation: str, prefix: str, marks: dict[str, str], **more: str
-    ) -> Iterator[Any]:
-        """Ask for all pages of a listing; `marks`: parameter -> its next value's name in a page."""
-        wanted = {"Prefix": self._base + prefix, **more}
-        while True:
-            reply = self._request(operation, prefix, wanted)
-            yield reply
-            if not reply.get("IsTruncated"):
-                return
-            wanted |= {name: reply[mark] for name, mark in marks.items()}
 
-    @property
-    def _base(self) -> str:
-        return f"{self._prefix}/" if self._prefix else ""
-
-    def _call(self, operation: str, key: str, *, patience: float | None = None, **more: Any) -> Any:
-        return self._request(operation, key, {"Key": self._key(key), **more}, patience)
-
-    def _request(
-        self,
-        operation: str,
-        key: str,
-        parameters: dict[str, Any],
-        patience: float | None = None,
-    ) -> Any:
-        """Send a request without a streamed answer until it succeeds or is given up."""
-        with self._tries(key, patience) as tries:
-            while True:
-                client, mark = self._client, Sent()
-                try:
-                    return self._ask(client, operation, parameters, mark)
-                except Exception as error:
-                    self._again(key, error, tries, client, mark.waited)
-
-    def _ask(self, client: Any, operation: str, parameters: dict[str, Any], mark: Sent) -> Any:
-        """Send one request, once."""
-        self._here.mark = mark
-        return getattr(client, operation)(Bucket=self.bucket, **parameters)
-
-    def _ask_for(self, client: Any, name: str, mark: Sent, more: dict[str, Any]) -> Any:
-        return self._ask(client, "get_object", {"Key": name, **more}, mark)
-
-    def _tries(self, key: str, patience: float | None = None) -> Tries:
-        patience = self._patience if patience is None else patience
-        what = f"{self.uri}/{key} ({self._asked})"
-        return Tries(what, patience, self._attempts, self._draw)
-
-    def _again(
-        self,
-        key: str,
-        error: Exception,
-        tries: Tries,
-        client: Any,
-        waited: float,
-        etag: str | None = None,
-    ) -> None:
-        """Wait until a failed request may be sent again, or raise what the failure means."""
-        if isinstance(error, StoreError) or (found := self._meaning(error)) is None:
-            raise error
-        meaning, reason = found
-        if meaning == "expired" and not tries.renewed:
-            tries.renewed = True
-            self._renew(client)
-            return
-        if meaning == "throttled":
-            self._throttled()
-        if meaning not in ("again", "throttled"):
-            if meaning == "missing" and not self._bucket_exists():
-                meaning = "no_bucket"
-            if meaning not in ("missing", "changed", "range"):  # by these it is the right server
-                reason = f"{reason}; {self._asked}"
-            raise failure(meaning, f"{self.uri}/{key}", self.bucket, reason, etag) from error
-        tries.excuse(waited)
-        delay = tries.failed()
-        if delay is None:
-            raise StoreUnavailable(
-                f"{self.uri}/{key}: gave up after {tries.failures} attempts ({reason}; no progress "
-                f"for {tries.seconds:.0f} s; {self._asked}); check that the endpoint answers "
-                "and is not throttling, then run again"
-            ) from error
-        self._remark(key, tries, reason)
-        if self._closing.wait(delay):
-            raise StoreUnavailable(
-                f"{self.uri}/{key}: the store was closed while this waited to be tried again "
-                f"({reason})"
-            ) from error
-        self.count(retries=1)
-
-    def _throttled(self) -> None:
-        self.count(throttled=1)
-        self._calm_at = time.monotonic() + _CALM_S
-        if self._budget is not None:
-            self._budget.throttled()
-
-    def _renew(self, client: Any) -> None:
-        """Take the credentials from boto3's chain anew, once for all threads that use `client`."""
-        with self._renewing:
-            if self._client is client:
-                self._client = self._connect()
-
-    def _remark(self, key: str, tries: Tries, reason: str) -> None:
-        now = time.monotonic()
-        if min(tries.seconds, now - self._remark_at) > _REMARK_S:
-            self._remark_at = now
-            log.warning(
-                "%s/%s: no progress for %.0f s (%s), trying on; giving up after %.0f s",
-                *(self.uri, key, tries.seconds, reason, self._patience),
-            )
-
-    def _bucket_exists(self) -> bool:
-        """A HEAD has no body to say which of the two is missing; ask once more, on failure only."""
-        try:
-            self._ask(self._client, "head_bucket", {}, Sent())
-        except Exception as error:
-            found = self._meaning(error)
-            return found is None or found[0] not in ("missing", "no_bucket")
-        return True
+def _is_marker(name: str) -> bool:
+    """Whether a key stands for a folder: consoles of other programs make such, without bytes."""
+    return name.endswith("/")

@@ -1,89 +1,189 @@
-"""What an S3 server's refusal means: may the request be sent again, and what is wrong if not.
+"""Meaning of an S3 server's answers: one table of error codes, and the error for each meaning.
 
-Pure: status and error code in, one word out; the word in, one sentence out. Codes are those of
-Amazon's "List of error codes" (S3 API reference); other servers use a part of them, so the status
-decides where no code does.
+Pure: status and error code in, a meaning out; a meaning in, an exception out. The table has the
+codes of Amazon's "List of error codes" (S3 API reference) that our requests can get, and those that
+MinIO, Ceph, OSS, B2 and GCS add. `docs/DATA.md` shows it.
 """
 
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 from data_pipeline.store.objects import (
     MissingBucket,
     MissingKey,
+    NotSupported,
+    RequestRefused,
     StoreError,
     access_denied,
     object_changed,
 )
 
 Meaning = Literal[
-    "again",  # may succeed when it is sent again
-    "throttled",  # too many requests: send again, and fewer
-    "expired",  # credentials were good once: fetch them again
+    "again",
+    "throttled",
+    "skewed",
+    "expired",
     "denied",
     "no_bucket",
     "missing",
     "changed",
     "range",
-    "refused",  # anything else: sending it again changes nothing
+    "redirect",
+    "full",
+    "unsupported",
+    "refused",
 ]
 
-# The status with which a server refuses a header that it does not know.
-NOT_IMPLEMENTED = 501
 
-_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired"}
-_THROTTLED = {
-    *("SlowDown", "Throttling", "ThrottlingException", "ThrottledException", "TooManyRequests"),
-    *("TooManyRequestsException", "RequestLimitExceeded", "BandwidthLimitExceeded"),
+class Row(NamedTuple):
+    """One meaning of an answer.
+
+    Attributes:
+        fault: who can mend it: "transient" (nobody has to), "user", "object" or "server".
+        action: what the store does, for the docs.
+        codes: the error codes.
+        statuses: the HTTP statuses that mean the same where no code of the table is given.
+    """
+
+    fault: str
+    action: str
+    codes: tuple[str, ...]
+    statuses: tuple[int, ...] = ()
+
+
+_AGAIN = """
+RequestTimeout OperationAborted InternalError InternalServerError InternalFailure ServerBusy
+BadDigest IncompleteBody ConditionalRequestConflict ConnectionClosedByRequester ResponseInterrupted
+XAmzContentSHA256Mismatch XAmzContentChecksumMismatch ClientDisconnected XMinioServerNotInitialized
+"""
+_THROTTLED = """
+SlowDown SlowDownRead SlowDownWrite ServiceUnavailable Busy Throttling ThrottlingException
+ThrottledException Throttled TooManyRequests TooManyRequestsException RequestLimitExceeded
+BandwidthLimitExceeded RequestThrottled RequestThrottledException RateLimitExceeded
+QpsLimitExceeded DownloadTrafficRateLimitExceeded UploadTrafficRateLimitExceeded
+PriorRequestNotComplete EC2ThrottledException KMS.ThrottlingException
+"""
+_EXPIRED = """
+ExpiredToken ExpiredTokenException InvalidToken TokenRefreshRequired InvalidAccessKeyId
+SecurityTokenExpired InvalidSecurityToken AccessTokenExpired
+"""
+_DENIED = """
+AccessDenied AllAccessDisabled AccountProblem NotSignedUp SignatureDoesNotMatch InvalidSecurity
+InvalidPayer MissingAuthenticationToken UnauthorizedAccess
+UnauthorizedAccessError UnexpectedIPError CredentialsNotSupported InvalidSignature
+UserProjectAccountProblem UserProjectMissing TransactionCapExceeded KMS.AccessDeniedException
+"""
+_MISSING = "NoSuchKey NoSuchVersion NoSuchUpload KeyTooLongError KeyTooLong"
+_REDIRECT = """
+PermanentRedirect TemporaryRedirect Redirect IncorrectEndpoint IllegalLocationConstraintException
+AuthorizationHeaderMalformed InvalidRegion EndpointNotFound
+"""
+_FULL = """
+QuotaExceeded StorageFull XMinioStorageFull XMinioAdminBucketQuotaExceeded InsufficientCapacity
+StorageCapExceeded
+"""
+_UNSUPPORTED = """
+NotImplemented MethodNotAllowed UnsupportedArgument UnsupportedHeader UnsupportedOperation
+"""
+_REFUSED = """
+InvalidArgument InvalidRequest InvalidDigest InvalidObjectState InvalidPart InvalidPartOrder
+InvalidStorageClass InvalidURI InvalidHostHeader InvalidEncryptionAlgorithmError InvalidBucketState
+EntityTooLarge EntityTooSmall MalformedXML MetadataTooLarge MissingContentLength MissingContentMD5
+MissingSecurityHeader MissingRequestBodyError MaxMessageLengthExceeded UnsupportedSignature
+RequestHeaderSectionTooLarge BadRequest UnexpectedContent UserKeyMustBeSpecified BucketAlreadyExists
+RestoreAlreadyInProgress ServerSideEncryptionConfigurationNotFoundError
+ObjectLockConfigurationNotFoundError NoSuchObjectLockConfiguration KMS.DisabledException
+KMS.NotFoundException KMS.InvalidKeyUsageException KMS.KMSInvalidStateException
+"""
+
+TABLE: dict[Meaning, Row] = {
+    "again": Row(
+        "transient",
+        "sent again until `patience` is over, then exit 75",
+        tuple(_AGAIN.split()),
+        (408, 409, 425, 500, 502, 504),
+    ),
+    "throttled": Row(
+        "transient",
+        "the same, with fewer requests",
+        tuple(_THROTTLED.split()),
+        (429, 503),
+    ),
+    "skewed": Row(
+        "transient",
+        "signed anew and sent again; the message gives both clocks",
+        ("RequestTimeTooSkewed", "RequestExpired", "RequestInTheFuture"),
+    ),
+    "expired": Row(
+        "user",
+        "credentials are fetched once more; refused again: exit 2",
+        tuple(_EXPIRED.split()),
+    ),
+    "denied": Row("user", "exit 2", tuple(_DENIED.split()), (401, 402, 403)),
+    "no_bucket": Row("user", "exit 2", ("NoSuchBucket", "InvalidBucketName")),
+    "redirect": Row(
+        "user",
+        "a region that is named is taken; else exit 2 with the address, from a server that has "
+        "answered before as `again`",
+        tuple(_REDIRECT.split()),
+        (300, 301, 302, 303, 304, 305, 307, 308),
+    ),
+    "full": Row("user", "exit 2", tuple(_FULL.split()), (507,)),
+    "missing": Row("object", "`MissingKey`: the reader decides", tuple(_MISSING.split()), (404,)),
+    "changed": Row(
+        "object",
+        "HEAD is asked: has the object its ETag still, as `again`, else exit 2",
+        ("PreconditionFailed",),
+        (412,),
+    ),
+    "range": Row("object", "exit 2: the index is of another object", ("InvalidRange",), (416,)),
+    "unsupported": Row(
+        "server",
+        "done without, where that is possible (below), else exit 2",
+        tuple(_UNSUPPORTED.split()),
+        (405, 501, 505),
+    ),
+    "refused": Row(
+        "user",
+        "done without the header or operation, where that is possible (below), else exit 2",
+        tuple(_REFUSED.split()),
+        (400, 411, 413, 414, 415, 417, 431),
+    ),
 }
-# A body that arrived otherwise than it was sent may arrive as it is the next time.
-_AGAIN = {"RequestTimeout", "OperationAborted", "InternalError", "BadDigest"}
+
+TRANSIENT: frozenset[Meaning] = frozenset(
+    meaning for meaning, row in TABLE.items() if row.fault == "transient"
+)
+
+
+_BY_CODE: dict[str, Meaning] = {
+    code: meaning for meaning, row in TABLE.items() for code in row.codes
+}
+_BY_STATUS: dict[int, Meaning] = {
+    status: meaning for meaning, row in TABLE.items() for status in row.statuses
+}
 
 
 def meaning_of(status: int, code: str) -> Meaning:
-    """What an error answer means.
+    """Return what an error answer means: by its code, else by its status.
 
     Args:
         status: HTTP status.
-        code: the `Code` of the error document; an answer to HEAD has none and comes with the
+        code: the `Code` of the error document; an answer without one, as to HEAD, comes with the
             status as code, or empty.
     """
-    # Amazon answers a HEAD with an expired token by a bare 400.
-    if code in _EXPIRED or (status == 400 and code in ("", "400", "Bad Request")):
-        return "expired"
-    if status in (429, 503) or code in _THROTTLED:
-        return "throttled"
-    if code == "NoSuchBucket":
-        return "no_bucket"
-    if code in _AGAIN or status in (408, 409) or (status >= 500 and status not in (501, 505)):
-        return "again"
-    by_status: dict[int, Meaning] = {
-        **{401: "denied", 403: "denied"},
-        **{404: "missing", 412: "changed", 416: "range"},
-    }
-    return by_status.get(status, "refused")
-
-
-def status_of(error: object) -> int | None:
-    """The HTTP status of a client's exception; None if it has none."""
-    response: Any = getattr(error, "response", None)
-    if not isinstance(response, dict):
-        return None
-    return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return _BY_CODE.get(code) or _BY_STATUS.get(status) or ("again" if status >= 500 else "refused")
 
 
 def failure(meaning: Meaning, where: str, bucket: str, reason: str, etag: str | None) -> StoreError:
-    """The error to raise for a request that is not to be sent again.
+    """Return the error to raise for a request that is not to be sent again.
 
     Args:
+        meaning: why.
         where: the object.
         bucket: its bucket's name.
         reason: what the server said, in few words.
         etag: the version that was asked for.
     """
-    if meaning == "no_bucket":
-        return MissingBucket(
-            f"{where}: there is no bucket {bucket!r}; create it or correct the root ({reason})"
-        )
     if meaning == "missing":
         return MissingKey(f"{where}: no such object; check the name, or ingest it first")
     if meaning == "expired":
@@ -92,9 +192,32 @@ def failure(meaning: Meaning, where: str, bucket: str, reason: str, etag: str | 
         return access_denied(where, reason)
     if meaning == "changed":
         return object_changed(where, etag or "unknown")
-    if meaning == "range":
-        return StoreError(
-            f"{where}: the byte range lies past the end of the object; the index does not "
-            "belong to it, ingest the source again"
-        )
-    return StoreError(f"{where}: refused: {reason}; correct the name or the configuration")
+    kind, told = {
+        "no_bucket": (
+            MissingBucket,
+            f"there is no bucket {bucket!r}; create it or correct the root ({reason})",
+        ),
+        "redirect": (
+            StoreError,
+            f"the server sends this request elsewhere: {reason}; set data.endpoint or "
+            "AWS_ENDPOINT_URL, and the region of the AWS configuration, to the bucket's own",
+        ),
+        "full": (StoreError, f"the store has no room: {reason}; make room or raise the quota"),
+        "range": (
+            StoreError,
+            "the byte range lies past the end of the object; the index does not belong to it, "
+            "ingest the source again",
+        ),
+        "unsupported": (NotSupported, f"the server does not know this request: {reason}"),
+    }.get(meaning, (RequestRefused, f"refused: {reason}; correct the name or the configuration"))
+    return kind(f"{where}: {told}")
+
+
+def rows() -> list[str]:
+    """Return the table as lines of Markdown, for docs/DATA.md."""
+    head = "| meaning | fault | codes | statuses without a code | what is done |"
+    return [head, "|---|---|---|---|---|"] + [
+        f"| {meaning} | {row.fault} | {', '.join(row.codes)} | "
+        f"{', '.join(map(str, row.statuses))} | {row.action} |"
+        for meaning, row in TABLE.items()
+    ]

@@ -9,16 +9,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from data_pipeline.store.objects import StoreError
+from data_pipeline.store.s3_form import BrokenBody, check_body
 
 # At most so much of a body is taken from the socket at a time.
 _PIECE = 256 << 10
 # So many bytes are progress: a large object on a poor line is slow, not hopeless.
 PROGRESS = 1 << 20
-
-
-class BrokenBody(Exception):
-    """Fewer bytes came than the server had announced, or they came too slowly."""
 
 
 class Sent:
@@ -104,21 +100,11 @@ class BodyRead(Sent):
         return request
 
     def _accept(self, reply: dict[str, Any]) -> int:
-        """Check the head of an answer; the size of its body."""
-        status = reply["ResponseMetadata"]["HTTPStatusCode"]
-        if status != 206 and (self._start or self._length is not None):
-            raise StoreError(
-                f"{self._where}: asked for a byte range, the server sent the whole object; "
-                "use a server or proxy that honours Range"
-            )
-        if "ContentLength" not in reply:
-            raise StoreError(
-                f"{self._where}: the answer does not say how long it is, so a body that breaks "
-                "off could not be told from a whole one; use a server that sends Content-Length"
-            )
+        """Check the head of an answer; return the size of its body."""
+        size = check_body(reply, self._start, self._length)
         self._check(reply["ETag"])
         self.etag = reply["ETag"]
-        return reply["ContentLength"]
+        return size
 
     def _read(self, stream: Any, size: int) -> None:
         since, mark = time.monotonic(), 0

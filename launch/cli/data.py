@@ -283,7 +283,8 @@ def tokenizer(
 def _use_endpoint(endpoint: str | None) -> None:
     """Set the endpoint of all stores, also of workers: they inherit the environment."""
     if endpoint:
-        os.environ["AWS_ENDPOINT_URL"] = endpoint
+        for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):  # the second would win
+            os.environ[name] = endpoint
 
 
 def _num_workers(asked: int | None) -> int:

@@ -148,7 +148,7 @@ def _tell(folder: Path, server: Running, how: str) -> None:
 
 
 def _shell_lines(server: "S3Server") -> str:
-    values = server.environment().items()
+    values = server.exported().items()
     return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values)
 
 

@@ -83,7 +83,7 @@ def run_demo(config_path: str, run_dir: Path, overrides: tuple[str, ...] = ()) -
     console.print(describe(config), highlight=False)
     seconds: dict[str, float] = {}
     # Where `kimi-pretrain s3 start` would keep it: so the corpus can be looked at afterwards.
-    with s3_server(run_dir / "s3" / "data") as server, environment(server.environment()):
+    with s3_server(run_dir / "s3" / "data") as server, environment(server.exported()):
         console.print(f"S3 server at {server.endpoint}: a wrong secret was refused")
         with timed(seconds, "setup_data"):
             corpus = make_corpus(console)

@@ -46,7 +46,7 @@ def run_stages(chain: str, run_dir: Path, overrides: Sequence[str] = ()) -> int:
     settings = (*gpu_overrides(torch.cuda.device_count()), *overrides)
     settings = (*settings, f"data.root=s3://{BUCKET}", f"data.tokenizer={TOKENIZER_KEY}")
     stages = read_stages(chain, settings, run_dir)
-    with s3_server(run_dir / "s3") as server, environment(server.environment()):
+    with s3_server(run_dir / "s3") as server, environment(server.exported()):
         if not (run_dir / CORPUS).is_file():
             corpus = make_corpus(console) | {"books": add_books()}
             (run_dir / CORPUS).write_text(json.dumps(corpus, indent=1) + "\n")

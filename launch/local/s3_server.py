@@ -103,6 +103,10 @@ class S3Server:
             "AWS_DEFAULT_REGION": _REGION,
         }
 
+    def exported(self) -> dict[str, str]:
+        """Return `environment` with what wins over an endpoint that is set for S3 alone."""
+        return self.environment() | {"AWS_ENDPOINT_URL_S3": self.endpoint}
+
     def __enter__(self) -> "S3Server":
         # Another program may take a port between the check and the start: three attempts.
         for last in (False, False, True):

@@ -34,9 +34,21 @@ from urllib.parse import urlsplit
 
 _HOST = "127.0.0.1"
 KINDS = (
-    *("slowdown", "error", "expired", "refuse"),  # no answer of the server's
+    *("slowdown", "error", "expired", "refuse", "odd"),  # no answer of the server's
     *("late", "slow", "truncate", "reset", "stall", "corrupt"),  # the server's, spoilt
 )
+
+# Answers that are none of S3, by name: status, headers, body.
+ODD = {
+    "page": ("200 OK", "Content-Type: text/html", "<!DOCTYPE html><html><p>Welcome</p></html>"),
+    "error": ("200 OK", "", "<Error><Code>InternalError</Code></Error>"),
+    "empty": ("200 OK", "", ""),
+    "forbidden": ("403 Forbidden", "Content-Type: text/html", "<html><h1>Forbidden</h1>"),
+    "nothing": ("404 Not Found", "Content-Type: text/html", "<html><h1>Not Found</h1>"),
+    "redirect": ("307 Temporary Redirect", "Location: https://elsewhere.test/", ""),
+    "moved": ("301 Moved Permanently", "Location: https://elsewhere.test/", ""),
+    "skewed": ("403 Forbidden", "", "<Error><Code>RequestTimeTooSkewed</Code></Error>"),
+}
 
 
 @dataclass(frozen=True)
@@ -58,6 +70,7 @@ class Fault:
 
     kind:
         "slowdown" answers 503 SlowDown, "expired" 400 ExpiredToken, "error" `status` and `code`;
+        "odd" what no S3 server says: `code` names one of `ODD`;
         "refuse" resets the connection before any answer; "late" only waits for `delay` seconds;
         "slow" sends the body with `rate` bytes a second; "truncate" closes the connection after
         `after` bytes of the body, "reset" does so with a TCP reset, "stall" sends no more but
@@ -200,8 +213,8 @@ class FaultProxy:
         fault = self._take(head)
         if fault and fault.kind != "stall":
             await asyncio.sleep(fault.delay)
-        if fault and fault.kind in ("slowdown", "error", "expired"):
-            writer.write(_error(fault))
+        if fault and fault.kind in ("slowdown", "error", "expired", "odd"):
+            writer.write(_odd(fault, head) if fault.kind == "odd" else _error(fault))
             await writer.drain()
             await _done(fault)
             await _linger(reader, writer)
@@ -247,6 +260,13 @@ def _error(fault: Fault) -> bytes:
         f"HTTP/1.1 {status} {code}\r\nContent-Type: application/xml\r\nConnection: close\r\n"
         f"Content-Length: {len(text)}\r\n\r\n{text}"
     ).encode()
+
+
+def _odd(fault: Fault, head: bytes) -> bytes:
+    status, header, body = ODD[fault.code]
+    lines = [f"HTTP/1.1 {status}", *([header] if header else []), "Connection: close"]
+    lines += [f"Content-Length: {len(body)}", "", "" if head.startswith(b"HEAD ") else body]
+    return "\r\n".join(lines).encode()
 
 
 async def _done(fault: Fault) -> None:

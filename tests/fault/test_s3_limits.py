@@ -102,12 +102,13 @@ def test_credentials_that_stay_expired_are_one_clear_error(store, proxy, caplog,
     assert store._client._request_signer._credentials.secret_key not in caplog.text
 
 
-def test_a_head_is_told_by_its_status_alone(store, proxy):
-    """There is no body to hold a code."""
+def test_the_reason_of_a_refused_head_is_asked_for(store, proxy):
+    """There is no body to hold a code: a GET of one byte has one, or the object is there."""
     proxy.faults.append(Fault("expired", method="HEAD"))
     assert store.head("x").size == len(DATA)
-    # botocore asks the bucket in between whether it is in another region.
-    assert [r.fault for r in proxy.requests if r.path.endswith("/x")] == ["expired", ""]
+    asked = [(r.method, r.fault) for r in proxy.requests]
+    assert asked == [("HEAD", "expired"), ("GET", ""), ("HEAD", "")]
+    assert proxy.requests[1].range == "bytes=0-0"
 
 
 def test_a_credential_process_that_fails_is_said_at_the_start(s3_environment, expiring, tmp_path):

@@ -16,7 +16,7 @@ from data_pipeline.store.open import (
     open_store,
 )
 from launch.local.s3_server import S3Server, is_free
-from tests.fault.fault_proxy import Fault
+from tests.fault.fault_proxy import ODD, Fault
 
 pytestmark = pytest.mark.fault
 DATA = random.Random(7).randbytes(2_000_000)
@@ -66,6 +66,24 @@ def test_a_part_of_all_requests_is_throttled(store, proxy, p):
     assert store.stats.requests == len(proxy.requests)
 
 
+def test_a_part_of_all_answers_is_none_of_s3(store, proxy):
+    """Pages and redirects of a proxy, empty and skewed answers, to every kind of request."""
+    assert store.get("x", 0, 1) == DATA[:1]  # it is known to speak S3
+    proxy.faults += [Fault("odd", method="", times=None, p=0.06, code=code) for code in ODD]
+    storm = list(proxy.faults)
+    _read_all(store, _spans(60))
+    for number in range(10):
+        assert store.put(f"y{number}", DATA[:number]).size == number
+        assert store.head(f"y{number}").size == number
+        assert store.get(f"y{number}") == DATA[:number]
+        with pytest.raises(MissingKey):
+            store.head("none")
+    assert store.list() == ["x", *(f"y{number}" for number in range(10))]
+    assert not store.discard([f"y{number}" for number in range(10)])
+    assert store.list() == ["x"]
+    assert all(fault.taken for fault in storm), [(one.code, one.taken) for one in storm]
+
+
 def test_everyone_is_throttled_for_a_while(store, proxy):
     storm = Fault("slowdown", method="", times=40)
     proxy.faults.append(storm)
@@ -93,7 +111,7 @@ def test_all_weather_at_once(quick, proxy):
 
 
 def test_a_storm_that_does_not_end_is_one_clear_error(s3_environment, proxy, caplog, monkeypatch):
-    monkeypatch.setattr("data_pipeline.store.s3._REMARK_S", 0.0)
+    monkeypatch.setattr("data_pipeline.store.s3_requests._REMARK_S", 0.0)
     store = open_store(f"s3://{s3_environment.bucket}", endpoint=proxy.endpoint, patience=3.0)
     proxy.faults.append(Fault("slowdown", method="", times=None))
     begin = time.monotonic()

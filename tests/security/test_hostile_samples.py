@@ -4,6 +4,7 @@ What is wrong with the machine (no memory, a store that is away, credentials tha
 told from what the data causes: it ends the ingest and rejects nothing.
 """
 
+import errno
 import gzip
 import io
 import itertools
@@ -18,8 +19,15 @@ from data_pipeline.ingest import byte_sources, readers
 from data_pipeline.ingest.ingest import ImageSegment, TextSegment, VideoSegment, ingest
 from data_pipeline.ingest.readers import open_inputs
 from data_pipeline.ingest.samples import CrudeSample, IngestPolicy
-from data_pipeline.store.objects import access_denied
-from data_pipeline.store.open import FolderStore, MemoryStore, MissingBucket, StoreUnavailable
+from data_pipeline.store.objects import RequestRefused, access_denied
+from data_pipeline.store.open import (
+    FolderStore,
+    MemoryStore,
+    MissingBucket,
+    MissingKey,
+    ObjectChanged,
+    StoreUnavailable,
+)
 from data_pipeline.text import Tokenizer, train_ranks
 from tests.unit.data_pipeline.media import encoded, mp4, noise
 
@@ -234,18 +242,22 @@ def test_what_the_machine_causes_ends_the_ingest_and_rejects_nothing(store):
 @pytest.mark.parametrize(
     ("error", "is_the_sample_s"),
     [
-        (access_denied("s3://other/a.png", "HTTP 403 AccessDenied"), True),
-        (access_denied("s3://other/a.png", "no complete credentials found"), True),
+        (MissingKey("s3://other/a.png: no such object"), True),
         (MissingBucket("s3://other/a.png: there is no bucket"), True),
-        (access_denied("s3://other/a.png", "HTTP 403 InvalidAccessKeyId"), False),
-        (
-            access_denied("s3://a", "HTTP 400 ExpiredToken, and again with those fetched anew"),
-            False,
-        ),
+        (access_denied("s3://other/a.png", "HTTP 403 AccessDenied"), False),
+        (access_denied("s3://other/a.png", "no complete credentials found"), False),
+        (access_denied("s3://a", "HTTP 400 ExpiredToken, and again with others"), False),
+        (RequestRefused("s3://other/a.png: refused: HTTP 400 InvalidArgument"), False),
+        (ObjectChanged("s3://other/a.png: overwritten"), False),
+        (StoreUnavailable("s3://other/a.png: HTTP 403 RequestTimeTooSkewed"), False),
+        (PermissionError(13, "Permission denied", "a.png"), False),
     ],
-    ids=["another's object", "no credentials", "no bucket", "a wrong key", "an old token"],
+    ids=[
+        *("no object", "no bucket", "another's object", "no credentials", "an old token"),
+        *("an odd refusal", "overwritten", "a skewed clock", "no right"),
+    ],
 )
-def test_a_denied_object_is_rejected_and_lost_credentials_are_told(
+def test_only_a_name_of_nothing_rejects_a_sample_whose_object_cannot_be_read(
     error, is_the_sample_s, folder, store, monkeypatch
 ):
     class Denying(FolderStore):
@@ -266,3 +278,15 @@ def test_a_denied_object_is_rejected_and_lost_credentials_are_told(
         with pytest.raises(type(error)):
             ingested([folder / "m.jsonl"], "grounding", store)
     byte_sources._store.cache_clear()
+
+
+def test_a_local_file_without_the_right_to_read_it_ends_the_ingest(folder, store, monkeypatch):
+    def denied(path):
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    (folder / "m.jsonl").write_text(json.dumps({"image": "a.png", "text": "x"}))
+    (folder / "a.png").write_bytes(PNG)
+    [(_, unit)] = open_inputs([str(folder / "m.jsonl")], "caption").read()
+    monkeypatch.setattr(byte_sources, "open_regular", denied)
+    with pytest.raises(PermissionError, match=r"a\.png"):
+        unit.load(IngestPolicy())

@@ -53,6 +53,7 @@ def cases(campaign: Campaign, proxy: FaultProxy) -> dict[str, Callable[[], objec
             )
         },
         "server_slow": partial(storage.server_slow, *s3),
+        "server_odd": partial(storage.server_odd, *s3),
         "server_away": partial(storage.server_away, *s3),
     }
 

@@ -19,7 +19,7 @@ from tests.fault.campaign.runs import (
     after_strike,
     newest,
 )
-from tests.fault.fault_proxy import Fault, FaultProxy
+from tests.fault.fault_proxy import ODD, Fault, FaultProxy
 
 
 def _largest(folder: Path) -> Path:
@@ -37,6 +37,9 @@ def _cut_manifest(folder: Path) -> None:
     file = folder / "manifest.json"
     file.write_text(file.read_text()[: file.stat().st_size // 2])
 
+
+# What a misspelt endpoint answers from the first request on: that is a user's, and told at once.
+_OF_WRONG_ENDPOINTS = ("forbidden", "nothing", "redirect", "moved")
 
 DAMAGES: tuple[tuple[str, str, Callable[[Path], object]], ...] = (
     ("flipped", "a flipped bit in a tensor file", _flip),
@@ -182,6 +185,30 @@ def server_slow(campaign: Campaign, proxy: FaultProxy, bucket: str) -> None:
     if training.process.returncode:
         result.wrong.append(f"expected exit 0: {training.output[-800:]}")
     result.happened = f"exit {training.process.returncode}; {slow.taken} refusals, none felt"
+    campaign.go_on(run_dir, settings, straight, result)
+    proxy.faults = []
+    campaign.add(result, begun)
+
+
+def server_odd(campaign: Campaign, proxy: FaultProxy, bucket: str) -> None:
+    """A part of all answers is none of S3: pages, redirects, nothing, a clock that is wrong."""
+    begun, run_dir = time.monotonic(), campaign.folder / "s3_odd"
+    straight, place = campaign.straight(), f"s3://{bucket}/s3_odd"
+    settings = campaign.settings(f"checkpoint.place={place}")
+    odd = [Fault("odd", method="", times=None, p=0.05, code=code) for code in ODD]
+    result = Result("S3 answers wrong in form, 3 of 10", "all saves and the resume", "")
+    asked = len(proxy.requests)
+    with Training(run_dir, settings) as training:
+        # The first answer shows an S3 server; from another one odd answers end the start at once.
+        wait_until(lambda: len(proxy.requests) > asked + 1, "a first request")
+        proxy.faults = odd
+        after_strike(training, result, straight, place, 0)
+    result.noticed_s, result.again = None, 0
+    if training.process.returncode:
+        result.wrong.append(f"expected exit 0: {training.output[-800:]}")
+    taken = sum(fault.taken for fault in odd)
+    result.happened = f"exit {training.process.returncode}; {taken} odd answers, none felt"
+    proxy.faults = [fault for fault in odd if fault.code not in _OF_WRONG_ENDPOINTS]
     campaign.go_on(run_dir, settings, straight, result)
     proxy.faults = []
     campaign.add(result, begun)

@@ -5,9 +5,10 @@ import urllib3.exceptions
 from botocore import exceptions as aws
 from botocore.parsers import ResponseParserError
 
-from data_pipeline.store.objects import ObjectChanged, StoreError
-from data_pipeline.store.open import _meaning
-from data_pipeline.store.s3_read import BodyRead, BrokenBody
+from data_pipeline.store.objects import ObjectChanged
+from data_pipeline.store.open import _judge
+from data_pipeline.store.s3_form import BrokenBody, WrongAnswer
+from data_pipeline.store.s3_read import BodyRead
 
 
 class Body:
@@ -33,6 +34,7 @@ def _read(pieces, size=10, status=206, check=lambda _: None, **reply):
     seen, arrived = [], []
     body = Body(pieces)
     answer = {"ResponseMetadata": {"HTTPStatusCode": status}, "ContentLength": size, "ETag": "e"}
+    answer["ContentRange"] = "bytes 5-14/20"
     answer = {k: v for k, v in ({"Body": body} | answer | reply).items() if v is not None}
 
     def ask(_, request):
@@ -63,18 +65,58 @@ def test_a_break_after_the_last_byte_is_none():
     assert _read([b"0123456789", ConnectionResetError("gone")]).error is None
 
 
-def test_answers_that_cannot_be_trusted_are_refused():
-    whole = _read([b"0" * 10], status=200).error
-    assert isinstance(whole, StoreError)
-    assert "s3://b/k: asked for a byte range" in str(whole)
-    unknown = _read([b"0" * 10], ContentLength=None).error
-    assert isinstance(unknown, StoreError)
-    assert "does not say how long" in str(unknown)
+@pytest.mark.parametrize(
+    ("told", "reply"),
+    [
+        ("sent the whole object", {"status": 200}),
+        ("Content-Range is '', expected bytes 5-", {"ContentRange": None}),
+        ("Content-Range is 'bytes */20'", {"ContentRange": "bytes */20"}),
+        ("bytes 0-9/20 came", {"ContentRange": "bytes 0-9/20"}),
+        ("bytes 5-12/20 came", {"ContentRange": "bytes 5-12/20", "size": 8}),  # short
+        ("bytes 5-17/20 came", {"ContentRange": "bytes 5-17/20", "size": 13}),  # long
+        ("with Content-Length 4", {"size": 4}),  # packed, perhaps
+    ],
+)
+def test_an_answer_to_another_request_is_asked_for_again(told, reply):
+    error = _read([b"0" * 10], **reply).error
+    assert isinstance(error, WrongAnswer)
+    assert told in str(error)
 
+
+def test_another_version_is_no_answer():
     def other(_):
         raise ObjectChanged("other")
 
     assert isinstance(_read([b"0" * 10], check=other).error, ObjectChanged)
+
+
+def test_a_range_past_the_end_and_one_without_a_length_are_answers():
+    assert _read([b"567"], ContentRange="bytes 5-7/8", size=3).pieces == [b"567"]
+    assert _read([b"0123456789"], ContentLength=None).error is None  # the range says it
+
+
+def _whole(**reply):
+    body = Body([b"01234"])
+    answer = {"ResponseMetadata": {"HTTPStatusCode": 200}, "ContentLength": 5, "ETag": "e"} | reply
+    answer = {k: v for k, v in (answer | {"Body": body}).items() if v is not None}
+    read = BodyRead(
+        "s3://b/k", lambda *_: answer, lambda _: None, lambda **_: None, 0, None, None, 60.0
+    )
+    read.run()
+    return read.error
+
+
+def test_a_whole_object_has_a_length_and_is_not_packed():
+    assert _whole() is None
+    assert _whole(ContentEncoding="aws-chunked") is None
+    for told, reply in (
+        ("no Content-Length", {"ContentLength": None}),
+        ("packed on its way (gzip)", {"ContentEncoding": "gzip"}),
+        ("HTTP 206 for a whole", {"ResponseMetadata": {"HTTPStatusCode": 206}}),
+    ):
+        error = _whole(**reply)
+        assert isinstance(error, WrongAnswer)
+        assert told in str(error)
 
 
 def test_one_that_is_abandoned_reads_no_further():
@@ -88,6 +130,7 @@ def test_one_that_is_abandoned_reads_no_further():
 
     body = Leaving([b"0", b"1", b"2"])
     reply = {"ResponseMetadata": {"HTTPStatusCode": 206}, "ContentLength": 3, "ETag": "e"}
+    reply["ContentRange"] = "bytes 0-2/3"
     ask = lambda *_: {"Body": body, **reply}  # noqa: E731
     read = BodyRead("s3://b/k", ask, lambda _: None, lambda **_: None, 0, 3, None, 60.0)
     read.run()
@@ -121,12 +164,13 @@ def _client_error(status, code):
         (urllib3.exceptions.ProtocolError("reset"), "again", "the body broke off: reset"),
         (BrokenBody("3 of 4"), "again", "the body broke off: 3 of 4"),
         (TimeoutError("slow"), "again", "the body broke off"),
-        (aws.ParamValidationError(report="bad"), "refused", "bad"),
+        (WrongAnswer("a page"), "again", "a wrong answer: a page"),
+        (aws.ParamValidationError(report="bad"), "no_bucket", "bad"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
 def test_what_a_failure_means(error, meaning, reason):
-    found = _meaning(error)
+    found = _judge(error)
     assert found is not None
     assert found[0] == meaning
     assert reason in found[1]
@@ -135,10 +179,10 @@ def test_what_a_failure_means(error, meaning, reason):
 
 def test_an_answer_without_a_body_does_not_say_its_status_twice():
     # An answer to HEAD: botocore takes the status for the code, other servers leave it out.
-    assert _meaning(_client_error(403, "403")) == ("denied", "HTTP 403")
-    assert _meaning(_client_error(404, "")) == ("missing", "HTTP 404")
+    assert _judge(_client_error(403, "403")) == ("denied", "HTTP 403", False)
+    assert _judge(_client_error(404, "")) == ("missing", "HTTP 404", False)
 
 
 def test_a_defect_of_ours_is_no_failure_of_the_network():
     for error in (KeyError("x"), TypeError("x"), ValueError("x")):
-        assert _meaning(error) is None
+        assert _judge(error) is None

@@ -272,10 +272,22 @@ def test_counts_are_exact_under_threads(store):
         (502, "", "again"),
         (400, "RequestTimeout", "again"),
         (409, "OperationAborted", "again"),
-        (501, "NotImplemented", "refused"),
+        (501, "NotImplemented", "unsupported"),
+        (400, "NotImplemented", "unsupported"),  # OSS
+        (403, "RequestTimeTooSkewed", "skewed"),
+        (403, "InvalidAccessKeyId", "expired"),  # rotated, perhaps
+        (400, "IncompleteBody", "again"),
+        (409, "ConditionalRequestConflict", "again"),
+        (507, "", "full"),
+        (403, "QuotaExceeded", "full"),
+        (301, "PermanentRedirect", "redirect"),
+        (307, "", "redirect"),
+        (503, "", "throttled"),
+        (599, "Unheard", "again"),
+        (418, "Unheard", "refused"),
         (400, "ExpiredToken", "expired"),
         (403, "InvalidToken", "expired"),
-        (400, "400", "expired"),  # HEAD
+        (400, "400", "refused"),  # HEAD: a GET asks why
         (400, "InvalidArgument", "refused"),
         (403, "SignatureDoesNotMatch", "denied"),
         (404, "NoSuchBucket", "no_bucket"),

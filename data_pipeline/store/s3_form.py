@@ -1,0 +1,159 @@
+"""Checks that a successful answer of an S3 server has the form of an answer to the request.
+
+A proxy's page, an empty body and the answer to another request come with status 200, too, and
+botocore reads an empty listing, a deletion or an object out of them. Each check raises
+`WrongAnswer`; the request is then sent again.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+# The first element of a document, whatever its namespace's prefix.
+_ROOT = re.compile(rb"<(?:[\w.-]+:)?([A-Za-z]\w*)[\s/>]")
+_ROOTS = {
+    "ListObjectsV2": "ListBucketResult",
+    "ListObjectVersions": "ListVersionsResult",
+    "ListMultipartUploads": "ListMultipartUploadsResult",
+    "CreateMultipartUpload": "InitiateMultipartUploadResult",
+    "CompleteMultipartUpload": "CompleteMultipartUploadResult",
+    "DeleteObjects": "DeleteResult",
+}
+_HEADERS = {
+    "HeadObject": ("etag", "content-length"),
+    "GetObject": ("etag",),
+    "PutObject": ("etag",),
+    "UploadPart": ("etag",),
+}
+_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+_MOST_EMPTY = 1000  # pages in a row without an entry
+# What the entries of a page are called, and what tells two of one key apart.
+_ENTRIES = ("Contents", "CommonPrefixes", "Uploads", "Versions", "DeleteMarkers")
+
+
+class BrokenBody(Exception):
+    """Fewer bytes came than the server had announced, or they came too slowly."""
+
+
+class WrongAnswer(Exception):
+    """The answer has not the form of one to this request."""
+
+
+def check_form(operation: str, status: int, headers: Mapping[str, str], body: object) -> None:
+    """Check an answer before it is parsed.
+
+    Args:
+        operation: such as "ListObjectsV2".
+        status: of HTTP; only successes are checked for what they must hold.
+        headers: with names in lower case.
+        body: bytes, or a stream of an object.
+
+    Raises:
+        BrokenBody: the body was cut off; botocore would take an empty list for an empty bucket.
+        WrongAnswer: as named.
+    """
+    size = headers.get("content-length")
+    if size is not None and not (size.isascii() and size.isdigit()):
+        raise WrongAnswer(f"Content-Length is {size!r:.40}")
+    came = len(body) if isinstance(body, bytes) and not operation.startswith("Head") else None
+    if came is not None and size is not None and came != int(size):
+        raise BrokenBody(f"{came} of {size} bytes of the answer came")
+    if not 200 <= status < 300:
+        return
+    for name in _HEADERS.get(operation, ()):
+        if not headers.get(name, "").strip():
+            raise WrongAnswer(f"HTTP {status} without {name}")
+    if not isinstance(body, bytes):
+        return
+    root = match[1].decode() if (match := _ROOT.search(body[:4096])) else ""
+    wanted = _ROOTS.get(operation)
+    if root == "Error":
+        return  # botocore takes it for the error that it is
+    if root != wanted and (wanted or root.lower() == "html"):
+        shown = f"<{root}>" if root else f"{len(body)} bytes"
+        raise WrongAnswer(f"HTTP {status} with {shown}, expected {wanted or 'no document'}")
+
+
+def check_body(reply: Mapping[str, Any], start: int, length: int | None) -> int:
+    """Check the head of an answer to GetObject; return the size of its body.
+
+    Args:
+        reply: of botocore.
+        start, length: as they were asked for; length None: to the end.
+
+    Raises:
+        WrongAnswer: it is not of these bytes.
+    """
+    status: int = reply["ResponseMetadata"]["HTTPStatusCode"]
+    size: int | None = reply.get("ContentLength")
+    packed = reply.get("ContentEncoding", "").replace("aws-chunked", "").replace("identity", "")
+    packed = packed.strip(", ")
+    if not start and length is None:
+        if packed:
+            raise WrongAnswer(f"the body is packed on its way ({packed:.20})")
+        if status != 200 or size is None:
+            told = f"HTTP {status}" if status != 200 else "no Content-Length"
+            raise WrongAnswer(f"{told} for a whole object, so its end could not be told")
+        return size
+    if status == 200 and not start and size is not None and size == length and not packed:
+        return size  # the range is all of the object
+    if status != 206:
+        raise WrongAnswer(
+            f"HTTP {status}: asked for a byte range, the server sent the whole object"
+        )
+    said = reply.get("ContentRange", "")
+    match = _RANGE.fullmatch(said.strip())
+    if match is None:
+        raise WrongAnswer(f"Content-Range is {said!r:.60}, expected bytes {start}-...")
+    first, last = int(match[1]), int(match[2])
+    ends = [] if match[3] == "*" else [int(match[3]) - 1]
+    ends += [] if length is None else [start + length - 1]
+    if first != start or (ends and last != min(ends)) or size not in (None, last - first + 1):
+        told = "" if length is None else f"{start + length - 1}"
+        raise WrongAnswer(
+            f"asked for bytes {start}-{told}, {said:.60} came with Content-Length {size}"
+        )
+    return last - first + 1
+
+
+class Pages:
+    """Checks the pages of one listing: that they are of its prefix, and that it comes to an end.
+
+    Args:
+        prefix: of all keys.
+        marks: parameter of the next request -> its value's name in a page.
+    """
+
+    def __init__(self, prefix: str, marks: Mapping[str, str]) -> None:
+        self._prefix, self._marks = prefix, marks
+        self._tokens: set[tuple[str, ...]] = set()
+        self._firsts: set[tuple[str, ...]] = set()
+        self._empty = 0
+
+    def check(self, page: Mapping[str, Any]) -> None:
+        """Check a page; one that is refused leaves no trace, and may be asked for again.
+
+        Raises:
+            WrongAnswer: it is of another listing, or of one without an end.
+        """
+        entries = [one for kind in _ENTRIES for one in page.get(kind, ())]
+        for one in entries:
+            name = one.get("Key", one.get("Prefix", ""))
+            if not name.startswith(self._prefix):
+                raise WrongAnswer(f"the listing of {self._prefix!r:.80} holds {name!r:.80}")
+        if not page.get("IsTruncated"):
+            return
+        token = tuple(str(page.get(mark, "")) for mark in self._marks.values())
+        first = _identity(entries[0]) if entries else None
+        if not token[0] or token in self._tokens or first in self._firsts:
+            raise WrongAnswer("the listing is cut off and does not say where it goes on")
+        self._empty = 0 if entries else self._empty + 1
+        if self._empty > _MOST_EMPTY:
+            raise WrongAnswer(f"{_MOST_EMPTY:,} pages of the listing hold nothing")
+        self._tokens.add(token)
+        if first is not None:
+            self._firsts.add(first)
+
+
+def _identity(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(str(entry.get(name, "")) for name in ("Key", "Prefix", "VersionId", "UploadId"))
