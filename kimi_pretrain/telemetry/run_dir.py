@@ -33,7 +33,7 @@ from kimi_pretrain.checkpoint.manifest import PACKAGES as MANIFEST_PACKAGES
 from kimi_pretrain.checkpoint.manifest import installed_versions
 from kimi_pretrain.config import GIB, Config, dump_config
 from kimi_pretrain.reliability.anomaly_guard import finite
-from kimi_pretrain.reliability.run_files import Appended, write_whole
+from kimi_pretrain.reliability.run_files import Appended, read_patiently, write_whole
 from kimi_pretrain.reliability.run_history import BEGAN
 from kimi_pretrain.telemetry.console import StepDisplay
 from kimi_pretrain.telemetry.exposed import exposed
@@ -117,7 +117,7 @@ def tell_sources(folder: Path, sources: Sequence[Mapping[str, Any]]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / RUN_SOURCES
     try:
-        known: list[dict[str, Any]] = json.loads(file.read_text()) if file.is_file() else []
+        known: list[dict[str, Any]] = json.loads(read_patiently(file) or b"[]")
         there = {(one["name"], one["use"]) for one in known}
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{file}: expected what a run writes of its sources; remove it") from None
