@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from data_pipeline.store.patient import AWAY, patiently
 from data_pipeline.store.stats import Counted, StoreStats
 
 T = TypeVar("T")
@@ -376,12 +377,17 @@ class FolderStore(Counted):
 
     Its ETags come from inode and time, which differ after a copy of the same bytes. Therefore it
     does not remember them by itself: a reader's checksums see a file that was overwritten.
+
+    Args:
+        root: the folder.
+        patience: seconds for which reads are tried again while its file system is away.
     """
 
     _TEMPORARY = ".part-"
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], patience: float = 120.0) -> None:
         super().__init__()
+        self._patience = patience
         self.root = Path(root).expanduser().resolve()
         self.uri = str(self.root)
 
@@ -396,7 +402,7 @@ class FolderStore(Counted):
         return path
 
     def _missing(self, key: str) -> StoreError:
-        if not self.root.is_dir():
+        if not self._again(self.root.is_dir, ""):
             return MissingBucket(f"{self.uri}: no such folder; create it or correct the path")
         return MissingKey(f"{self.uri}/{key}: no such object; check the name, or ingest it first")
 
@@ -412,13 +418,17 @@ class FolderStore(Counted):
         """See `Store.get`."""
         check_range(offset, length)
         self.count(requests=1)
-        try:
+
+        def read() -> bytes:
             with self._path(key).open("rb") as file:
                 info = self._info(os.fstat(file.fileno()))
                 if etag is not None and info.etag != etag:
                     raise object_changed(f"{self.uri}/{key}", etag)
                 file.seek(offset)
-                data = file.read() if length is None else file.read(length)
+                return file.read() if length is None else file.read(length)
+
+        try:
+            data = self._again(read, key)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise self._missing(key) from None
         except PermissionError:
@@ -428,13 +438,26 @@ class FolderStore(Counted):
             raise short_object(f"{self.uri}/{key}", offset, length, len(data))
         return data
 
+    def _again(self, read: Callable[[], T], key: str) -> T:
+        """Read, again while the file system is away."""
+        where = f"{self.uri}/{key}".rstrip("/")
+        try:
+            return patiently(read, where, self._patience)
+        except OSError as error:
+            if error.errno not in AWAY:
+                raise
+            raise StoreUnavailable(
+                f"{where}: {error.strerror}; check the disk or file server, then run again"
+            ) from error
+
     def head(self, key: str) -> ObjectInfo:
         """See `Store.head`."""
         self.count(requests=1)
         path = self._path(key)
-        if not path.is_file():
+        info = self._again(lambda: self._info(path.stat()) if path.is_file() else None, key)
+        if info is None:
             raise self._missing(key)
-        return self._info(path.stat())
+        return info
 
     def remove_unfinished(self, folder: str) -> None:
         """Remove what writers that were killed left behind in a folder of the root.
@@ -533,7 +556,7 @@ class FolderStore(Counted):
     def unfinished(self, prefix: str = "") -> list[Unfinished]:
         """See `Store.unfinished`."""
         found = []
-        for inside, _, names in os.walk(self.root):
+        for inside, _, names in os.walk(self.root, onerror=_refuse_away):
             for name in names:
                 key = Path(inside, name).relative_to(self.root).as_posix()
                 if name.startswith(self._TEMPORARY) and key.startswith(prefix):
@@ -559,36 +582,47 @@ class FolderStore(Counted):
     def list_folders(self, prefix: str = "") -> list[str]:
         """See `Store.list_folders`."""
         self.count(requests=1)
-        if not self.root.is_dir():
+        if not self._again(self.root.is_dir, ""):
             raise self._missing(prefix)
         above, slash, begin = prefix.rpartition("/")
         folder = self._path(above) if above else self.root
-        try:
+
+        def read() -> list[str]:
             with os.scandir(folder) as entries:
                 found = [
                     e
                     for e in entries
                     if e.name.startswith(begin) and e.is_dir(follow_symlinks=False)
                 ]
+            # As in S3, a folder is there only while it holds something.
+            return [f"{above}{slash}{e.name}" for e in found if any(self._files(Path(e.path)))]
+
+        try:
+            return sorted(self._again(read, prefix))
         except (FileNotFoundError, NotADirectoryError):
             return []
-        # As in S3, a folder is there only while it holds something.
-        return sorted(f"{above}{slash}{e.name}" for e in found if any(self._files(Path(e.path))))
 
     def list(self, prefix: str = "") -> list[str]:
         """See `Store.list`."""
         self.count(requests=1)
-        if not self.root.is_dir():
+        if not self._again(self.root.is_dir, ""):
             raise self._missing(prefix)
-        files = (path.relative_to(self.root).as_posix() for path in self._files(self.root))
-        return sorted(key for key in files if key.startswith(prefix))
+        files = self._again(lambda: list(self._files(self.root)), prefix)
+        keys = (path.relative_to(self.root).as_posix() for path in files)
+        return sorted(key for key in keys if key.startswith(prefix))
 
     def _files(self, folder: Path) -> Iterator[Path]:
         """All objects at any depth of a folder."""
-        for inside, _, names in os.walk(folder):
+        for inside, _, names in os.walk(folder, onerror=_refuse_away):
             for name in names:
                 if not name.startswith(self._TEMPORARY):
                     yield Path(inside, name)
+
+
+def _refuse_away(error: OSError) -> None:
+    """Raise where a file system is away: a folder that was not read is no empty one."""
+    if error.errno in AWAY:
+        raise error
 
 
 def _link(temporary: Path, path: Path) -> None:

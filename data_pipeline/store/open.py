@@ -281,7 +281,7 @@ def open_store(
             many as fit into `patience`.
         threads: how many threads will read at once; sets the connection pool.
         patience: seconds without progress (1 MiB, or the rest) after which an operation is given
-            up. An outage that is shorter shows only in the time.
+            up; of a folder, a read. An outage that is shorter shows only in the time.
         hedge: send a second request for a read that takes longer than 95 of 100 of its size.
         budget: the node's request budget, which every request asks first; None: no limit. The
             caller closes it.
@@ -293,7 +293,7 @@ def open_store(
     """
     scheme, rest = split_place("the root", os.fspath(uri))
     if scheme in ("", "file"):
-        return FolderStore(rest)
+        return FolderStore(rest, patience)
     bucket, _, prefix = rest.partition("/")
     if scheme == "memory":
         return MemoryStore(bucket, prefix)

@@ -11,10 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from data_pipeline.store.patient import patiently
+
 log = logging.getLogger("kimi_pretrain.reliability.run_files")
 
 # Unwritten bytes of one file that are kept; later records are counted and left out.
 KEPT_BYTES = 64 << 20
+# For so long a file is read again whose disk or file server is away.
+PATIENCE_S = 60.0
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -96,6 +100,18 @@ def write_whole(file: Path, content: str | bytes, *, in_place: bool = False) -> 
             raise OSError(error.errno, error.strerror, str(file)) from None
         with naming(file):
             _write_over(file, data)
+
+
+def read_patiently(file: Path) -> bytes | None:
+    """Return what a file holds, None if there is none; again while its file system is away.
+
+    Raises:
+        OSError: it cannot be read; names the file.
+    """
+    try:
+        return patiently(file.read_bytes, str(file), PATIENCE_S)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 @contextmanager

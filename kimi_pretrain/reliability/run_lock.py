@@ -42,7 +42,7 @@ from kimi_pretrain.reliability.exit_report import (
     remove_exit_reports,
     write_exit_report,
 )
-from kimi_pretrain.reliability.run_files import naming, write_whole
+from kimi_pretrain.reliability.run_files import naming, read_patiently, write_whole
 from kimi_pretrain.reliability.start_identity import LOCK, start_id
 
 if TYPE_CHECKING:
@@ -269,11 +269,11 @@ def read_run(run_dir: Path) -> dict[str, Any] | None:
 
     Raises:
         ValueError: it holds no id; says what to do.
+        OSError: it cannot be read; names it.
     """
     file = run_dir / RUN
-    if not file.is_file():
+    if (data := read_patiently(file)) is None:
         return None
-    data = file.read_bytes()
     try:
         values = json.loads(data)
     except ValueError:

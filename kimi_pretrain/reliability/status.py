@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from kimi_pretrain.reliability.run_files import write_whole
+from kimi_pretrain.reliability.run_files import read_patiently, write_whole
 
 log = logging.getLogger("kimi_pretrain.reliability.status")
 
@@ -51,11 +51,12 @@ def read_status(run_dir: Path) -> Status | None:
 
     Raises:
         ValueError: status.json is none, or torn; names it.
+        OSError: it cannot be read; names it.
     """
     file = run_dir / "status.json"
-    if not file.is_file():
+    known, data = Status.__dataclass_fields__, read_patiently(file)
+    if data is None:
         return None
-    known, data = Status.__dataclass_fields__, file.read_bytes()
     try:
         values = json.loads(data)
         return Status(**{name: value for name, value in values.items() if name in known})
@@ -75,6 +76,9 @@ def mark_failed(run_dir: Path, reason: str) -> None:
         last = read_status(run_dir) or Status("failed")
     except ValueError:
         last = Status("failed")
+    except OSError as error:  # nor could it be written
+        log.warning("%s: %s", error.filename, error.strerror)
+        return
     try:
         write_status(run_dir, Status("failed", last.step, last.steps, reason, last.checkpoint))
     except OSError as error:

@@ -38,7 +38,7 @@ from kimi_pretrain.checkpoint.manifest import PACKAGES as MANIFEST_PACKAGES
 from kimi_pretrain.checkpoint.manifest import installed_versions
 from kimi_pretrain.config import GIB, Config, dump_config
 from kimi_pretrain.reliability.anomaly_guard import finite
-from kimi_pretrain.reliability.run_files import Appended, write_whole
+from kimi_pretrain.reliability.run_files import Appended, read_patiently, write_whole
 from kimi_pretrain.reliability.run_history import BEGAN, METRICS
 from kimi_pretrain.telemetry.console import StepDisplay
 from kimi_pretrain.telemetry.exposed import exposed
@@ -160,7 +160,7 @@ def _noted_sources(folder: Path) -> list[dict[str, Any]]:
     """Return what sources.json says; nothing where there is none."""
     file = folder / RUN_SOURCES
     try:
-        known: list[dict[str, Any]] = json.loads(file.read_text()) if file.is_file() else []
+        known: list[dict[str, Any]] = json.loads(read_patiently(file) or b"[]")
         for one in known:
             _use(one)
     except (ValueError, KeyError, TypeError):

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import typer
 
+from data_pipeline.store.patient import AWAY
 from kimi_pretrain.reliability.exit_report import FAULT, NO_PROGRESS, USER_ERROR, is_foreign
 from kimi_pretrain.reliability.stack_inspection import where
 
@@ -42,6 +43,8 @@ def user_message(error: BaseException) -> str | None:
         return " ".join(str(error).split())
     if isinstance(error, OSError) and error.errno in STORAGE:
         return f"{error.filename or _place(error)}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno in AWAY and error.filename is not None:
+        return f"{error.filename}: {error.strerror}; check the disk or file server, then run again"
     if _port_in_use(error):
         port = os.environ.get("MASTER_PORT")
         return (

@@ -1,9 +1,11 @@
 """The store contract on a folder and in memory, coalescing, opening by URI. S3: tests/fault."""
 
+import errno
 import os
 import random
 import stat
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -402,3 +404,66 @@ def test_a_folder_s_objects_are_shared_as_far_as_the_umask_lets_them_be(tmp_path
         os.umask(before)
     modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("plain", "a/b")]
     assert modes == [0o666 & ~umask] * 2
+
+
+class Away:
+    """A file system whose reads fail for a while, each in a way that real ones have."""
+
+    def __init__(self, monkeypatch, number=errno.EIO):
+        self.times, self.number, self.slept = 0, number, 0.0
+        monkeypatch.setattr("data_pipeline.store.retry.time", self)
+        monkeypatch.setattr("data_pipeline.store.patient.time", self)
+        monkeypatch.setattr(Path, "open", self._failing(Path.open))
+        monkeypatch.setattr(Path, "stat", self._failing(Path.stat))
+        monkeypatch.setattr(os, "scandir", self._failing(os.scandir))
+
+    def monotonic(self) -> float:
+        return self.slept
+
+    def sleep(self, seconds: float) -> None:
+        self.slept += seconds
+
+    def _failing(self, real):
+        def call(*args, **more):
+            if self.times > 0:
+                self.times -= 1
+                raise OSError(self.number, os.strerror(self.number))
+            return real(*args, **more)
+
+        return call
+
+
+@pytest.mark.parametrize("read", ["get", "head", "list", "list_folders"])
+def test_a_disk_that_is_away_for_a_while_shows_only_in_the_time(folder, monkeypatch, read):
+    folder.put("a/b", b"text")
+    call = {
+        "get": lambda: folder.get("a/b", 1, 2), "head": lambda: folder.head("a/b").size,
+        "list": folder.list, "list_folders": folder.list_folders,
+    }[read]  # fmt: skip
+    expected, away = call(), Away(monkeypatch)
+    away.times = 5
+    assert call() == expected
+    assert away.slept > 0
+    away.times, away.slept = 10**6, 0.0
+    told = rf"{folder.uri}.*: Input/output error \(\d+ attempts in 1\d\d s\); check the disk"
+    with pytest.raises(StoreUnavailable, match=told):
+        call()
+    assert 100 < away.slept < 130
+
+
+def test_the_patience_of_a_folder_is_that_of_its_store(tmp_path, monkeypatch):
+    store = open_store(tmp_path, patience=7.0)
+    store.put("a", b"text")
+    away = Away(monkeypatch, errno.ESTALE)
+    away.times = 10**6
+    with pytest.raises(StoreUnavailable, match=r"/a: Stale file handle .* in 7 s"):
+        store.get("a")
+
+
+def test_other_errors_of_a_disk_are_not_tried_again(folder, monkeypatch):
+    folder.put("a", b"text")
+    away = Away(monkeypatch, errno.EMFILE)
+    away.times = 10
+    with pytest.raises(OSError, match="Too many open files") as error:
+        folder.get("a")
+    assert (error.value.errno, away.slept) == (errno.EMFILE, 0.0)

@@ -66,6 +66,8 @@ AWAY, REFUSED = StoreUnavailable("gave up"), AccessDenied("refused")
         (wrapped(os_error(errno.ENOSPC), CheckpointError, hidden=True), 2),
         (wrapped(os_error(errno.ENOENT), ValueError, hidden=False), 2),
         (os_error(errno.EACCES), 2),
+        (os_error(errno.EIO), 75),
+        (of_loader(os_error(errno.ESTALE)), 75),
         # These tell of something else than a folder that is away.
         (wrapped(os_error(errno.EWOULDBLOCK), ValueError, hidden=False), 2),
         (wrapped(os_error(errno.ESRCH), ValueError, hidden=False), 2),

@@ -17,7 +17,7 @@ import pytest
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.storage_read import open_place
 from kimi_pretrain.checkpoint.writer_process import check_owner
-from kimi_pretrain.reliability import run_lock
+from kimi_pretrain.reliability import run_files, run_lock
 from kimi_pretrain.reliability.exit_report import first_exit_report
 from kimi_pretrain.reliability.run_history import claim_place
 from kimi_pretrain.reliability.run_lock import (
@@ -30,6 +30,7 @@ from kimi_pretrain.reliability.run_lock import (
 )
 from kimi_pretrain.reliability.start_identity import START, holds
 from kimi_pretrain.reliability.status import Status, mark_failed, read_status, write_status
+from launch.local.user_errors import exit_code, user_message
 from tests import ROOT
 
 LATER = {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"}
@@ -397,6 +398,32 @@ def test_of_runs_that_claim_a_place_at_once_one_gets_it(tmp_path, where):
     assert told.count(None) == 1
     winner = runs[told.index(None)]
     assert all(f"run folder {winner} on" in line for line in told if line is not None)
+
+
+def test_a_status_that_cannot_be_read_now_is_read_again_and_named(tmp_path, monkeypatch):
+    write_status(tmp_path, Status("running", 4))
+    failures, slept, real = [errno.EIO] * 3, [], Path.read_bytes
+
+    def read_bytes(path: Path) -> bytes:
+        if failures:
+            number = failures.pop()
+            raise OSError(number, os.strerror(number))
+        return real(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    monkeypatch.setattr("data_pipeline.store.patient.time.sleep", slept.append)
+    assert read_status(tmp_path) == Status("running", 4)
+    assert len(slept) == 3
+    monkeypatch.setattr(run_files, "PATIENCE_S", 0.0)
+    failures += [errno.EIO] * 9
+    with pytest.raises(OSError, match="Input/output error") as error:
+        read_status(tmp_path)
+    assert error.value.filename == str(tmp_path / "status.json")
+    assert exit_code(error.value) == 75
+    assert f"{tmp_path}/status.json: Input/output error" in user_message(error.value)
+    before = real(tmp_path / "status.json")
+    mark_failed(tmp_path, "the cause itself is told, and not this")
+    assert real(tmp_path / "status.json") == before
 
 
 def test_status_is_replaced_whole_and_a_failure_keeps_how_far_it_came(tmp_path):
