@@ -1,4 +1,4 @@
-"""The web server against clients that hold connections: real sockets, an application of one line."""
+"""The web server against clients that hold connections: real sockets, a one-line application."""
 
 import asyncio
 import socket
