@@ -101,10 +101,11 @@ class ByteSource:
         Raises:
             Refused: there is no such file or object, or it has more than `most` bytes.
         """
+        known = self.length if self.data is None else len(self.data)
+        if known is not None and known > most:
+            raise self._too_large(known, most)
         if self.data is not None:
             return self.data
-        if self.length is not None and self.length > most:
-            raise self._too_large(self.length, most)
         try:
             if in_store(self.where):
                 return self._from_store(most)
@@ -158,12 +159,16 @@ def lost_credentials(store: Store, key: str) -> bool:
     return False
 
 
-class OversizedSource(ByteSource):
-    """A member of a compressed tar above `MAX_LOADED`: reading it is refused."""
+@dataclass(frozen=True)
+class RefusedSource(ByteSource):
+    """A member of a tar that is not read: one that is too large to be unpacked, or a link."""
+
+    reason: str = ""
+    detail: str = ""
 
     def read(self, most: int) -> bytes:
         """See `ByteSource.read`."""
-        raise self._too_large(self.length or 0, MAX_LOADED)
+        raise Refused(self.reason, self.detail)
 
 
 @dataclass(frozen=True)
