@@ -84,8 +84,8 @@ def open_inputs(
         inputs: paths, or URIs such as s3://bucket/prefix: a folder of samples or of tars, a file
             ending in .tar, .tar.gz, .tgz, or in .jsonl, .ndjson (and .gz).
         category: whose short form manifests and JSON members have.
-        prefix_keys: put the label of the input (see `input_labels`) before each key; for inputs that
-            use the same keys.
+        prefix_keys: put the name of the input (see `input_labels`) before each key; for inputs
+            that use the same keys.
         follow_links: links may lead out of a folder. Of a folder that somebody else made, a link
             could make any file of this machine part of the data.
         policy: sizes above which a packed file is not unpacked.
