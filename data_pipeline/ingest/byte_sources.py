@@ -105,10 +105,11 @@ class ByteSource:
             Refused: there is no such file or object, or it has more than `most` bytes.
             StoreError, OSError: it cannot be read; of no sample's bytes.
         """
+        known = self.length if self.data is None else len(self.data)
+        if known is not None and known > most:
+            raise self._too_large(known, most)
         if self.data is not None:
             return self.data
-        if self.length is not None and self.length > most:
-            raise self._too_large(self.length, most)
         if in_store(self.where):
             return self._from_store(most)
         try:
@@ -148,12 +149,16 @@ class ByteSource:
         return Refused("too large", f"{self.where}: {size} bytes, at most {most}")
 
 
-class OversizedSource(ByteSource):
-    """A member of a compressed tar above `MAX_LOADED`: reading it is refused."""
+@dataclass(frozen=True)
+class RefusedSource(ByteSource):
+    """A member of a tar that is not read: one that is too large to be unpacked, or a link."""
+
+    reason: str = ""
+    detail: str = ""
 
     def read(self, most: int) -> bytes:
         """See `ByteSource.read`."""
-        raise self._too_large(self.length or 0, MAX_LOADED)
+        raise Refused(self.reason, self.detail)
 
 
 @dataclass(frozen=True)

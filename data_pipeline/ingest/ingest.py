@@ -101,7 +101,8 @@ def ingest(
     """Write a source: `<name>/000000.tar` ..., and the files of docs/data_format.md beside it.
 
     The same samples in the same order with the same tokenizer give the same bytes, whatever the
-    number of workers, and whether or not the ingest was killed and called again.
+    number of workers, and whether or not the ingest was killed and called again. Samples written
+    and samples rejected are together those that were handed in; this is checked at the end.
 
     Args:
         samples: read once, in order; about three shards' bytes are in memory. A Reader with an
@@ -123,6 +124,7 @@ def ingest(
         rejected: called for every rejected sample, as it happens.
 
     Raises:
+        RuntimeError: a sample that was handed in is neither written nor rejected.
         ValueError: bad name, category or shard size, a finished source of this name, an unfinished
             one with other arguments, or no sample left. NameTaken: another process is writing a
             source of this name. TooManyRejected: says how many, and why.
@@ -158,8 +160,9 @@ def ingest(
         taken = set() if old is None else set(pa.array(old.key, pa.string()).to_pylist())
         shown = (progress, rejected, taken, read_erased(store))
         with ShardWriter(store, name, journal, claim, shard_bytes, *shown) as writer:
+            given = _Given(reader, writer)
             if not writer.complete:
-                units = reader.read(writer.cursor)
+                units = given.read()
                 with closing(_prepared(units, category, tokenizer, policy, workers)) as batches:
                     for cursor, outcome in chain.from_iterable(batches):
                         writer.add(cursor, outcome)
@@ -167,6 +170,7 @@ def ingest(
                         _check_rejected(name, writer.rejections, seen, max_rejected)
             parts, rejections = writer.finish()
         num_seen = len(rejections) + sum(len(part.keys) for part in parts)
+        given.check(name, num_seen)
         claim.check()
         lines = (json.dumps(asdict(r), ensure_ascii=True) + "\n" for r in rejections)
         store.put(f"{name}/rejected.jsonl", "".join(lines).encode())
@@ -179,6 +183,30 @@ def ingest(
         write_index(store, index, {**made_of, **(request or {})})
         journal.remove()
         return index
+
+
+class _Given:
+    """Counts the samples that a reader hands in, those of a killed ingest before included."""
+
+    def __init__(self, reader: Reader, writer: ShardWriter) -> None:
+        self._reader, self._cursor, self._count = reader, writer.cursor, writer.num_seen
+
+    def read(self) -> "Iterator[Placed]":
+        """Read on where the writer is."""
+        for placed in self._reader.read(self._cursor):
+            self._count += 1
+            yield placed
+
+    def check(self, name: str, num_seen: int) -> None:
+        """Raise RuntimeError unless each sample was written or rejected with a reason."""
+        total = self._count if self._reader.total is None else self._reader.total
+        if not num_seen == self._count == total:
+            raise RuntimeError(
+                f"source {name!r}: {total:,} samples are in the input, {self._count:,} were read, "
+                f"and {num_seen:,} were written or rejected; these must be equal, so samples were "
+                "lost and the source is not finished. If the input changed meanwhile, delete "
+                f"{name}/.ingest and ingest it again; otherwise please report it"
+            )
 
 
 def _refuse_changed(store: Store, old: SourceIndex) -> None:

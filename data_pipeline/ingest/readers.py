@@ -14,26 +14,28 @@ import re
 import stat
 import tarfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from data_pipeline.ingest.byte_sources import (
     INPUT_ERRNOS,
     MAX_LOADED,
     ByteSource,
-    OversizedSource,
+    RefusedSource,
     in_store,
     open_input,
     points_outside,
     store_of,
 )
-from data_pipeline.ingest.records import Broken, Group, Line, safe_key
+from data_pipeline.ingest.input_labels import labels
+from data_pipeline.ingest.records import Broken, Group, Line, is_medium, numbered_key, safe_key
 from data_pipeline.ingest.sample_templates import TEMPLATES
-from data_pipeline.ingest.samples import Pending
-from data_pipeline.ingest.tars import content, regular_files
+from data_pipeline.ingest.samples import IngestPolicy, Pending
+from data_pipeline.ingest.tars import Members, archives, content
 from data_pipeline.store.addresses import split_place
 from data_pipeline.store.open import MissingKey
 
@@ -50,6 +52,7 @@ _LONGEST_LINE = 64 << 20
 _HELD = 8 << 20
 # Files of one sample; an index counts media in 16 bits.
 _MOST_MEMBERS = 1 << 16
+AnyFile = TypeVar("AnyFile")
 # What a damaged file raises while it is read.
 _DAMAGED = (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError)
 
@@ -64,10 +67,16 @@ class Choices:
     category: str
     prefix_keys: bool = False
     follow_links: bool = False
+    policy: IngestPolicy = IngestPolicy()
 
 
 def open_inputs(
-    inputs: Sequence[str], category: str, *, prefix_keys: bool = False, follow_links: bool = False
+    inputs: Sequence[str],
+    category: str,
+    *,
+    prefix_keys: bool = False,
+    follow_links: bool = False,
+    policy: IngestPolicy | None = None,
 ) -> "Inputs":
     """A reader of folders, tars and manifests, one after the other.
 
@@ -75,18 +84,21 @@ def open_inputs(
         inputs: paths, or URIs such as s3://bucket/prefix: a folder of samples or of tars, a file
             ending in .tar, .tar.gz, .tgz, or in .jsonl, .ndjson (and .gz).
         category: whose short form manifests and JSON members have.
-        prefix_keys: put the name of the input before each key; for inputs that use the same keys.
+        prefix_keys: put the name of the input (see `input_labels`) before each key; for inputs
+            that use the same keys.
         follow_links: links may lead out of a folder. Of a folder that somebody else made, a link
             could make any file of this machine part of the data.
+        policy: sizes above which a packed file is not unpacked.
 
     Raises:
-        ValueError: an input is missing, empty, or of no known kind; or a link leads out of it.
+        ValueError: an input is missing, empty, of no known kind, or given twice; or a link leads
+            out of it.
     """
     if category not in TEMPLATES:
         raise ValueError(f"category is {category!r}; known are {', '.join(TEMPLATES)}")
     if not inputs:
         raise ValueError("no input: give a folder, a .tar or a .jsonl file")
-    choices = Choices(category, prefix_keys, follow_links)
+    choices = Choices(category, prefix_keys, follow_links, policy or IngestPolicy())
     return Inputs([reader for where in inputs for reader in _open(where, choices)], choices)
 
 
@@ -129,8 +141,12 @@ class Inputs:
 
     def __init__(self, readers: Sequence["Folder | Tar | Lines"], choices: Choices) -> None:
         self._readers = readers
+        names = labels([reader.where for reader in readers], RAW_FILES)
+        for reader, name in zip(readers, names, strict=True):
+            reader.label = name
         self.identity: dict[str, Any] | None = {
             "files": [reader.identity for reader in readers],
+            "labels": names,
             "prefix_keys": choices.prefix_keys,
         }
         totals = [reader.total for reader in readers]
@@ -152,7 +168,7 @@ class Folder:
     """Files below a folder or prefix; a cursor is the number of samples before."""
 
     def __init__(self, where: str, choices: Choices) -> None:
-        self._where, self._choices = where, choices
+        self.where, self.label, self._choices = where, _name(where), choices
         digest = hashlib.sha256()
         self.files: list[str] = []
         for name, version in _files(where, choices.follow_links):
@@ -161,7 +177,9 @@ class Folder:
         if not self.files:
             raise ValueError(f"input {where}: there are no files in it")
         self.identity = {"folder": _name(where), "sha256": digest.hexdigest()}
-        self.total: int | None = sum(1 for _ in self._groups())
+        sizes = [len(members) for _, members in self._groups()]
+        assert sum(sizes) == len(self.files), f"{where}: a file is in no sample"
+        self.total: int | None = len(sizes)
 
     def _groups(self) -> Iterator[tuple[str, dict[str, str]]]:
         """(stem with its folder, {member: file}) in order."""
@@ -173,9 +191,9 @@ class Folder:
         """See `Reader.read`."""
         start = cursor or 0
         for number, (stem, members) in enumerate(islice(self._groups(), start, None), start):
-            key = f"{_name(self._where)}/{stem}" if self._choices.prefix_keys else stem
+            key = f"{self.label}/{stem}" if self._choices.prefix_keys else stem
             files = {
-                member: ByteSource(f"{self._where}/{file}")
+                member: ByteSource(f"{self.where}/{file}")
                 for member, file in sorted(members.items())
             }
             name = stem.rpartition("/")[2]
@@ -194,16 +212,23 @@ def _grouped(
         member = suffix[1:]
         if number[1:].isdigit() and owner in documents and stem not in documents:
             stem, member = owner, f"{number[1:]}{suffix}"
-        member = member.lower() if member.lower() not in groups.get(stem, ()) else member
         groups.setdefault(stem, {})[member] = name
     base = f"{folder}/" if folder else ""
-    for stem, members in sorted(groups.items()):
+    for stem, given in sorted(groups.items()):
+        members = _lowered(given)
         if split and "json" not in members:
             # Texts and programs are one sample a file: a.c and a.h are two.
             for member, name in sorted(members.items()):
-                yield base + (stem if member == "txt" else name), {member: base + name}
+                key = stem if member == "txt" and "" not in members else name
+                yield base + key, {member: base + name}
         else:
             yield base + stem, {member: base + name for member, name in members.items()}
+
+
+def _lowered(members: dict[str, AnyFile]) -> dict[str, AnyFile]:
+    """Members by their names in lower case, but for those that differ by their case alone."""
+    count = Counter(member.lower() for member in members)
+    return {m.lower() if count[m.lower()] == 1 else m: file for m, file in members.items()}
 
 
 def _files(where: str, follow_links: bool) -> Iterator[tuple[str, str]]:
@@ -266,7 +291,7 @@ class Tar:
     """Members of a tar by webdataset's rule; a cursor is the offset of a sample's first header."""
 
     def __init__(self, where: str, choices: Choices) -> None:
-        self._where, self._choices = where, choices
+        self.where, self.label, self._choices = where, _name(where), choices
         with open_input(where) as found:
             self.identity = {"tar": _name(where), **found.version}
         self.total: int | None = None
@@ -279,60 +304,70 @@ class Tar:
         """See `Reader.read`."""
         at = cursor or 0
         try:
-            with open_input(self._where) as found:
+            with open_input(self.where) as found:
                 found.file.seek(at)
-                for at, stem, members in _by_key(self._members(found.file), self._split):
-                    yield at, self._group(stem, members)
+                for tar in archives(found.file):
+                    for at, stem, members in _by_key(self._shown(tar), self._split, self._source):
+                        yield at, self._group(stem, members)
         except _DAMAGED as error:
-            yield at, Broken(_name(self._where), "damaged file", f"{self._where}: {error}")
+            yield at, Broken(_name(self.where), "damaged file", f"{self.where}: {error}")
 
-    def _members(self, file: IO[bytes]) -> Iterator[tuple[tarfile.TarInfo, ByteSource]]:
-        for tar, info in regular_files(file):
-            if not re.search(r"(?:^|/)\.(?!/)", info.name):  # a hidden one
-                yield info, self._byte_source(tar, info)
+    @staticmethod
+    def _shown(members: Members) -> Members:
+        """Members that are not hidden."""
+        return (found for found in members if not re.search(r"(?:^|/)\.(?!/)", found[1].name))
 
-    def _byte_source(self, tar: tarfile.TarFile, info: tarfile.TarInfo) -> ByteSource:
+    def _source(self, tar: tarfile.TarFile, info: tarfile.TarInfo, room: int) -> ByteSource:
+        """Bytes of a member, read here if need be: then only what the policy and `room` allow."""
+        name, policy = info.name, self._choices.policy
+        if not info.isreg():
+            told = f"{self.where}: {name} is a link or device, which is not followed in a tar"
+            return RefusedSource(self.where, length=0, reason="missing file", detail=told)
         if self._by_range and not info.issparse() and (self._local or info.size > _HELD):
-            return ByteSource(self._where, info.offset_data, info.size)
-        if not 0 <= info.size <= MAX_LOADED:
-            return OversizedSource(self._where, length=info.size)
-        return ByteSource(self._where, data=content(tar, info))
+            return ByteSource(self.where, info.offset_data, info.size)
+        most = policy.max_media_bytes if is_medium(name) else policy.max_document_bytes
+        if not 0 <= info.size <= min(most, room):
+            told = f"{self.where}: {name}: {info.size} bytes, at most {min(most, room)}"
+            return RefusedSource(self.where, length=0, reason="too large", detail=told)
+        return ByteSource(self.where, data=content(tar, info))
 
     def _group(self, stem: str, members: dict[str, ByteSource]) -> Group:
-        prefix = f"{_name(self._where).split('.')[0]}/" if self._choices.prefix_keys else ""
+        prefix = f"{self.label}/" if self._choices.prefix_keys else ""
         name = stem.rpartition("/")[2]
         return Group(safe_key(prefix + stem), name, members, self._choices.category)
 
 
 def _by_key(
-    members: Iterable[tuple[tarfile.TarInfo, ByteSource]], split: bool
+    members: Members,
+    split: bool,
+    source_of: Callable[[tarfile.TarFile, tarfile.TarInfo, int], ByteSource],
 ) -> Iterator[tuple[int, str, dict[str, ByteSource]]]:
     """(offset, key, {rest of the name: bytes}) of neighbours with one key."""
-    stem, found, loaded = "", {}, 0
-    for info, source in members:
+    stem, found, room = "", {}, MAX_LOADED
+    for tar, info in members:
         name = info.name.removeprefix("./")
         match = _MEMBER.fullmatch(name)
-        key, rest = (match[1], match[2].lower()) if match else (name, "")
+        key, rest = (match[1], match[2]) if match else (name, "")
         if key != stem or rest in found:
             yield from _samples(stem, found, split)
-            stem, found, loaded = key, {}, 0
-        size = len(source.data or b"")
-        if loaded + size > MAX_LOADED:  # a sample's files are in memory together
-            size, source = 0, OversizedSource(source.where, length=info.size)
-        loaded += size
+            stem, found, room = key, {}, MAX_LOADED
         if len(found) == _MOST_MEMBERS:
             raise tarfile.ReadError(f"more than {_MOST_MEMBERS} files of one sample, {key!r:.100}")
+        source = source_of(tar, info, room)
+        room -= len(source.data or b"")  # a sample's files are in memory together
         found[rest] = info.offset, source
     yield from _samples(stem, found, split)
 
 
 def _samples(
-    stem: str, members: dict[str, tuple[int, ByteSource]], split: bool
+    stem: str, given: dict[str, tuple[int, ByteSource]], split: bool
 ) -> Iterator[tuple[int, str, dict[str, ByteSource]]]:
     """One sample, or of texts and programs without a document one for each file."""
+    members = _lowered(given)
     if split and "json" not in members:
         for member, (at, source) in members.items():
-            yield at, stem if member in ("txt", "") else f"{stem}.{member}", {member: source}
+            plain = member == "" or (member == "txt" and "" not in members)
+            yield at, stem if plain else f"{stem}.{member}", {member: source}
     elif members:
         at = next(iter(members.values()))[0]
         yield at, stem, {member: source for member, (_, source) in members.items()}
@@ -345,23 +380,22 @@ class Lines:
     """Lines of a manifest; a cursor is (offset, number) of a line, numbers counted from 1."""
 
     def __init__(self, where: str, choices: Choices) -> None:
-        self._where, self._choices = where, choices
-        digest, lines, data = hashlib.sha256(), 0, b"\n"
-        with open_input(where) as found:
-            while more := found.file.read(1 << 20):
-                data = more
-                digest.update(data)
-                lines += data.count(b"\n")
-        lines += not data.endswith(b"\n")
+        self.where, self.label, self._choices = where, _name(where), choices
+        self.total: int | None
+        digest = hashlib.sha256()
+        try:
+            with open_input(where) as found:
+                self.total = _count_lines(found.file, digest.update)
+        except _DAMAGED:  # reported where it is read, after the samples before
+            self.total = None
         self.identity = {"manifest": _name(where), "sha256": digest.hexdigest()}
-        self.total: int | None = lines
 
     def read(self, cursor: Any = None) -> Iterator[tuple[Any, Pending]]:
         """See `Reader.read`."""
         at, number = cursor or (0, 1)
-        name = _name(self._where)
+        name = _name(self.where)
         try:
-            with open_input(self._where) as found:
+            with open_input(self.where) as found:
                 found.file.seek(at)
                 while line := found.file.readline(_LONGEST_LINE):
                     place = f"{name}:{number}"
@@ -374,12 +408,23 @@ class Lines:
                         yield [at, number], self._line(place, number, line)
                     at, number = found.file.tell(), number + 1
         except _DAMAGED as error:
-            yield [at, number], Broken(name, "damaged file", f"{self._where}: {error}")
+            yield [at, number], Broken(name, "damaged file", f"{self.where}: {error}")
 
     def _line(self, place: str, number: int, data: bytes) -> Pending:
-        stem = _name(self._where).split(".")[0]
-        prefix = stem if self._choices.prefix_keys else ""
-        base = self._where.rpartition("/")[0] or "."
-        default = safe_key(f"{stem}-{number:08d}")
         choices = self._choices
+        prefix = self.label if choices.prefix_keys else ""
+        base = self.where.rpartition("/")[0] or "."
+        default = numbered_key(self.label, number)
         return Line(place, default, data, base, choices.category, prefix, choices.follow_links)
+
+
+def _count_lines(file: IO[bytes], update: Callable[[bytes], object]) -> int:
+    """Count the lines of a file that are not empty; `update` is called with all bytes."""
+    lines, begun = 0, False
+    while part := file.readline(_LONGEST_LINE):
+        update(part)
+        ends = part.endswith(b"\n")
+        begun = begun or bool(part.strip()) or (not ends and len(part) == _LONGEST_LINE)
+        if ends:
+            lines, begun = lines + begun, False
+    return lines + begun

@@ -59,6 +59,12 @@ def safe_key(name: str) -> str:
     return name
 
 
+def numbered_key(name: str, number: int) -> str:
+    """A sample key made of a file's name and a number, a different one for each pair."""
+    key = f"{safe_key(name)}-{number:08d}"
+    return key if len(key) <= MAX_KEY else safe_key(f"{name}-{number:08d}")
+
+
 def suffix_of(name: str) -> str:
     """What follows the last dot of a file's name, in lower case; "" without one."""
     return PurePosixPath(f"x{name}" if name.startswith(".") else name).suffix[1:].lower()

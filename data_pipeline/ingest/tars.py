@@ -1,12 +1,12 @@
-"""Tars of strangers: headers read with a bound, whatever sizes they claim.
+"""Untrusted tar files, read with bounded headers, whatever sizes these claim.
 
 A header of a few bytes may claim a name of gigabytes, a map of a billion holes or a member that
 reaches beyond any file; packed, a tar of megabytes may really hold all that. `tarfile` believes it
 and raises whatever comes of it. Here every header has a few bytes at most, and what makes no sense
-is one `tarfile.ReadError`. Only regular files are looked at: links, devices and folders are passed
-over, and nothing is ever unpacked to a disk.
+is one `tarfile.ReadError`. Nothing is ever unpacked to a disk, and no link is followed.
 """
 
+import io
 import tarfile
 from collections.abc import Iterator
 from typing import IO, Any, cast
@@ -15,14 +15,33 @@ from typing import IO, Any, cast
 _HEADER_BYTES = 1 << 20
 # Of a name: Linux's PATH_MAX. Longer ones would also make searching in them slow.
 _NAME_BYTES = 4096
+_ZEROS = bytes(tarfile.BLOCKSIZE)
 
 
-def regular_files(file: IO[bytes]) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
-    """Yield the regular files of a tar, with the open tar for `content`, from where `file` stands.
+Members = Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]
+
+
+def archives(file: IO[bytes]) -> Iterator[Members]:
+    """Yield each of the tars that stand one after the other in a file, as `cat` joins them.
+
+    Args:
+        file: reading begins where it stands.
+
+    Returns:
+        An iterator over the members of each tar but folders, with the open tar for `content`; read
+        it to its end before the next.
 
     Raises:
-        tarfile.ReadError: a damaged or absurd header, or no mark at the end.
+        tarfile.ReadError: a damaged or absurd header, no mark at the end, or something else than a
+            tar after the mark.
     """
+    more = True
+    while more:
+        yield _members(file)
+        more = _at_next(file)
+
+
+def _members(file: IO[bytes]) -> Members:
     bounded, reached = _Bounded(file), file.tell()
     with _opened(bounded) as tar:
         while (info := _next(tar, bounded)) is not None:
@@ -32,12 +51,27 @@ def regular_files(file: IO[bytes]) -> Iterator[tuple[tarfile.TarFile, tarfile.Ta
             if info.size < 0 or tar.offset <= reached:  # it would lead back, for ever
                 raise tarfile.ReadError(f"a member of {info.size} bytes")
             reached = tar.offset
-            if info.isreg():
+            if not info.isdir():
                 yield tar, info
         # tarfile takes a damaged header, and the end of a file that breaks off, for the end.
         bounded.seek(tar.offset)
-        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+        if file.read(tarfile.BLOCKSIZE) != _ZEROS:
             raise tarfile.ReadError(f"neither a header nor the end mark at byte {tar.offset}")
+
+
+def _at_next(file: IO[bytes]) -> bool:
+    """Pass over the zeros after an end mark; returns whether another tar begins there.
+
+    Raises:
+        tarfile.ReadError: something else begins there.
+    """
+    # `peek` in place of a step back, for which a packed file would be unpacked from its beginning.
+    peek = cast("io.BufferedReader", file).peek
+    while (first := peek(1)[:1]) == b"\0":
+        at = file.tell()
+        if (block := file.read(tarfile.BLOCKSIZE)) != _ZEROS[: len(block)]:
+            raise tarfile.ReadError(f"neither a tar nor zeros after the end mark, at byte {at}")
+    return bool(first)
 
 
 def content(tar: tarfile.TarFile, info: tarfile.TarInfo) -> bytes:

@@ -64,7 +64,7 @@ def test_names_that_climb_are_only_names(tmp_path):
     assert sorted(os.listdir(tmp_path.parent)) == before
 
 
-def test_links_and_devices_of_a_tar_are_passed_over(tmp_path):
+def test_links_and_devices_of_a_tar_are_never_followed_and_reported(tmp_path):
     (tmp_path / "secret.png").write_bytes(SECRET)
     tar = tmp_path / "in.tar"
     with tar.open("wb") as file:
@@ -73,8 +73,9 @@ def test_links_and_devices_of_a_tar_are_passed_over(tmp_path):
                 file.write(member(f"l{number}.png", kind=kind, link=target))
         for number, kind in enumerate((tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE)):
             file.write(member(f"d{number}.png", kind=kind))
-        file.write(sample() + END)
-    assert loaded(tar) == [("good", PNG)]
+        file.write(member("folder.png", kind=tarfile.DIRTYPE) + sample() + END)
+    names = [f"l{number}" for number in (0, 0, 0, 1, 1, 1)] + ["d0", "d1", "d2"]
+    assert loaded(tar) == [*((name, "missing file") for name in names), ("good", PNG)]
 
 
 LONG = b"%d path=%s\n" % (5021, b"n" * 5010)

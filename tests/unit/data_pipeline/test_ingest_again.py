@@ -131,6 +131,29 @@ def test_an_ingest_goes_on_where_it_stopped(tmp_path, tokenizer, stops):
     assert _objects(store) == _objects(whole)
 
 
+@pytest.mark.parametrize("total", [None, 12, 13])
+def test_a_sample_that_is_neither_written_nor_rejected_is_an_error(
+    store, tokenizer, monkeypatch, total
+):
+    def listed():
+        return Listed(samples(12), identity={"count": 12}, total=total)
+
+    def losing(make, batches, workers):
+        yield from list(ordered_map(make, batches, workers))[:-1]
+
+    if total != 13:  # more than there are
+        monkeypatch.setattr("data_pipeline.ingest.ingest.ordered_map", losing)
+    counts = "13 samples are in the input, 12 were read, and 12 were" if total == 13 else (
+        "12 samples are in the input, 12 were read, and 11 were"
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match=f"'src': {counts} written or rejected"):
+        ingest(listed(), store, "src", tokenizer, 16_384)
+    assert "src/manifest.json" not in store.list()
+    monkeypatch.undo()
+    store.delete("src/.ingest/request.json")
+    assert ingest(samples(12), store, "whole", tokenizer, 16_384).num_samples == 12
+
+
 def test_another_request_does_not_go_on(tmp_path, store, tokenizer):
     with pytest.raises(Killed):
         ingest(_listed(stop=9), store, "src", tokenizer, 16_384)

@@ -14,6 +14,7 @@ from data_pipeline.govern.holds import put_hold
 from data_pipeline.govern.redact import carry_out
 from data_pipeline.index.reads import read_samples
 from data_pipeline.index.shards import MAX_KEY, check_sample_key
+from data_pipeline.ingest.byte_sources import ByteSource
 from data_pipeline.ingest.ingest import ImageSegment, IngestPolicy, TextSegment, ingest
 from data_pipeline.ingest.readers import open_inputs
 from data_pipeline.ingest.records import safe_key
@@ -168,6 +169,56 @@ def test_keys_made_of_any_name():
     assert keys[6] == names[6]
 
 
+@pytest.mark.parametrize("mode", ["w", "w:gz"], ids=["tar", "tgz"])
+def test_tars_that_were_joined_with_cat_are_read_to_their_end(tmp_path, mode):
+    files = [[(f"{n}.png", PNG), (f"{n}.txt", f"t{n}")] for n in range(4)]
+    parts = [_tar(tmp_path / f"{n}.tar", part, mode) for n, part in enumerate([*files, []])]
+    where = tmp_path / ("all.tar" if mode == "w" else "all.tgz")
+    data = b"".join((tmp_path / os.path.basename(part)).read_bytes() for part in parts)
+    where.write_bytes(data)
+    found = _loaded(str(where), "caption")
+    assert found == {
+        str(n): ([ImageSegment(PNG, "png"), TextSegment(f"t{n}")], {}) for n in range(4)
+    }
+    reader = open_inputs([str(where)], "caption")
+    whole = list(reader.read())
+    for number, (cursor, _) in enumerate(whole):
+        assert [unit for _, unit in reader.read(cursor)] == [unit for _, unit in whole[number:]]
+    junk = gzip.compress(b"no tar") if mode == "w:gz" else b"no tar"
+    where.write_bytes(data + junk)
+    assert _loaded(str(where), "caption") == {**found, where.name: "damaged file"}
+
+
+def test_a_sample_does_not_reach_over_the_end_of_a_tar(tmp_path):
+    _tar(tmp_path / "1.tar", [("a.png", PNG)])
+    _tar(tmp_path / "2.tar", [("a.txt", "of another a")])
+    (tmp_path / "all.tar").write_bytes(
+        (tmp_path / "1.tar").read_bytes() + (tmp_path / "2.tar").read_bytes()
+    )
+    units = [unit for _, unit in open_inputs([str(tmp_path / "all.tar")], "caption").read()]
+    assert [[*unit.members] for unit in units] == [["png"], ["txt"]]
+
+
+def test_packed_files_are_refused_before_they_are_unpacked(tmp_path, monkeypatch):
+    monkeypatch.setattr("data_pipeline.ingest.readers.content", lambda *_: pytest.fail("unpacked"))
+    files = [("a.png", bytes(2001)), ("a.txt", "x" * 1001), ("b.npy", bytes(1001))]
+    where = _tar(tmp_path / "in.tgz", files, "w:gz")
+    policy = IngestPolicy(max_media_bytes=2000, max_document_bytes=1000)
+    a, b = (unit for _, unit in open_inputs([where], "caption", policy=policy).read())
+    for name, most in (("png", 2000), ("txt", 1000)):
+        with pytest.raises(Refused, match=f"too large.*a.{name}: {most + 1} bytes, at most {most}"):
+            a.members[name].read(1 << 40)
+    with pytest.raises(Refused, match="unknown suffix"):
+        b.load(policy)
+
+
+def test_unpacked_files_are_held_to_the_bounds_of_who_reads_them():
+    source = ByteSource("in.tgz", data=bytes(11))
+    assert source.read(11) == bytes(11)
+    with pytest.raises(Refused, match="too large.*11 bytes, at most 10"):
+        source.read(10)
+
+
 def _webdataset_tar(path):
     """Written by webdataset itself."""
     with webdataset.TarWriter(str(path)) as sink:
@@ -320,7 +371,7 @@ def test_reading_goes_on_from_every_cursor(tmp_path, category):
 def test_the_total_is_the_number_of_samples(tmp_path):
     folder, tar, _, manifest = _all_inputs(tmp_path)
     reader = open_inputs([folder, manifest], "caption")
-    assert reader.total == len(list(reader.read())) + 1  # one line is empty
+    assert reader.total == len(list(reader.read()))  # one line is empty
     assert open_inputs([folder, tar], "caption").total is None
 
 
@@ -360,6 +411,15 @@ def test_a_tar_that_breaks_off_is_told(tmp_path, mark, after, left):
     data = path.read_bytes()
     path.write_bytes(data[: data.index(mark.encode()) + after])
     assert _last_is_damage(_loaded(str(path), "caption"), whole) == left
+
+
+def test_a_packed_manifest_that_breaks_off_is_told(tmp_path):
+    where = _manifest(tmp_path, [{"image": "i/a b.png", "text": str(n)} for n in range(9)])
+    whole = _loaded(where, "caption")
+    data = b"".join(gzip.compress(line) for line in (tmp_path / "m.jsonl").open("rb"))
+    (tmp_path / "m.jsonl.gz").write_bytes(data[:-9])
+    found = _loaded(f"{where}.gz", "caption")
+    assert _last_is_damage(found, whole, "m.jsonl.gz") > 1
 
 
 def test_a_damaged_header_is_not_taken_for_the_end(tmp_path):
@@ -429,6 +489,73 @@ def test_equal_keys_of_two_inputs(tmp_path, store, tokenizer):
     reader = open_inputs(inputs, "caption", prefix_keys=True)
     index = ingest(reader, store, "t", tokenizer, category="caption")
     assert [index.key_of(i) for i in range(2)] == ["one/a", "two/a"]
+
+
+def _keys(inputs, category="caption", **options):
+    return [unit.load(POLICY).key for _, unit in open_inputs(inputs, category, **options).read()]
+
+
+LINE = '{"image": "i.png", "text": "x"}\n'
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_keys_that_are_made_of_file_and_line_differ_between_inputs(tmp_path, prefix):
+    names = (
+        "train/metadata.jsonl", "val/metadata.jsonl", "part.0.jsonl", "part.1.jsonl",
+        "m.jsonl", "m.ndjson", "x/y/m.jsonl.gz",
+    )  # fmt: skip
+    for name in names:
+        data = gzip.compress(2 * LINE.encode()) if name.endswith("gz") else 2 * LINE
+        _put(tmp_path, {name: data, f"{os.path.dirname(name)}/i.png".lstrip("/"): PNG})
+    found = _keys([str(tmp_path / name) for name in names], prefix_keys=prefix)
+    assert len(set(found)) == len(found) == 2 * len(names)
+    assert found[:3] == [
+        "train/metadata-00000001", "train/metadata-00000002", "val/metadata-00000001"
+    ]  # fmt: skip
+    assert found[4] == safe_key("part.0") + "-00000001"
+    assert found[-1] == safe_key("m.jsonl.gz") + "-00000002"
+    # Alone, each has the short name.
+    assert _keys([str(tmp_path / names[0])], prefix_keys=prefix)[0] == "metadata-00000001"
+    longest = _put(tmp_path, {f"{'n' * 100}.jsonl": LINE})
+    [key] = _keys([f"{longest}/{'n' * 100}.jsonl"])
+    check_sample_key(key)
+
+
+def test_prefixes_tell_inputs_apart_by_as_much_of_their_path_as_it_takes(tmp_path):
+    files = [("a.png", PNG), ("a.txt", "a")]
+    names = ("train/00.tar", "val/00.tar", "part.0.tar", "part.1.tar", "part.1.tgz")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        _tar(tmp_path / name, files, "w:gz" if name.endswith("tgz") else "w")
+    _put(tmp_path / "d/in", {"a.png": PNG, "a.txt": "a"})
+    _put(tmp_path / "e/in", {"a.png": PNG, "a.txt": "a"})
+    inputs = [str(tmp_path / name) for name in (*names, "d/in", "e/in")]
+    found = _keys(inputs, prefix_keys=True)
+    assert len(set(found)) == len(found) == len(inputs)
+    assert found[:3] == ["train/00/a", "val/00/a", safe_key("part.0/a")]
+    assert found[-2:] == ["d/in/a", "e/in/a"]
+    assert _keys(inputs[1:2], prefix_keys=True) == ["00/a"]
+
+
+def test_an_input_is_given_once(tmp_path):
+    where = _put(tmp_path / "in", {"a.png": PNG, "a.txt": "a"})
+    with pytest.raises(ValueError, match="input .*in is given twice"):
+        open_inputs([where, f"{where}/../in"], "caption")
+
+
+def test_names_that_differ_by_their_case_or_lack_a_suffix_are_all_read(tmp_path):
+    """In one folder, in which "a.PNG" came before "a.png" and was replaced by it."""
+    folder = _put(tmp_path / "in", {"a.PNG": PNG, "a.png": JPEG, "a.txt": "a"})
+    [(_, unit)] = open_inputs([folder], "caption").read()
+    assert sorted(unit.members) == ["PNG", "png", "txt"]
+    texts = {"b": "1", "b.TXT": "3", "b.txt": "2"}
+    folder = _put(tmp_path / "texts", texts)
+    tar = _tar(tmp_path / "texts.tar", texts.items())
+    for where in (folder, tar):
+        units = [unit for _, unit in open_inputs([where], "text").read()]
+        found = {unit.key: next(iter(unit.members.values())).read(9) for unit in units}
+        assert len(found) == 3, found
+        assert sorted(found.values()) == [b"1", b"2", b"3"]
 
 
 def test_a_picture_of_a_kind_that_is_not_read_is_named_by_its_suffix(tmp_path):

@@ -1,0 +1,48 @@
+"""Names for the inputs of an ingest, each different from all others, of which keys are made.
+
+A name is the last part of the input's path, with as many of the folders above it as it takes:
+"train/metadata" and "val/metadata". So it stays the same when all inputs are moved together.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+
+from data_pipeline.ingest.byte_sources import in_store
+
+
+def labels(inputs: Sequence[str], endings: Sequence[str]) -> list[str]:
+    """Return a name for each input that no other one has.
+
+    Args:
+        inputs: paths or URIs.
+        endings: of files; left out of a name where that keeps the names different.
+
+    Raises:
+        ValueError: an input is given twice.
+    """
+    seen = set[str]()
+    for where in inputs:
+        real = where if in_store(where) else os.path.realpath(where)
+        if real in seen:
+            raise ValueError(f"input {where} is given twice; give it once")
+        seen.add(real)
+    paths = [where if in_store(where) else os.path.abspath(where) for where in inputs]
+    parts = [[part for part in path.split("/") if part] for path in paths]
+    found, depth = [""] * len(inputs), 0
+    while not all(found):
+        depth += 1
+        names = [_names(path, depth, endings) for path in parts]
+        whole = Counter(name for _, name in names)
+        either = Counter(name for pair in names for name in set(pair))
+        for number, (short, long) in enumerate(names):
+            free = short if either[short] == 1 else long if whole[long] == 1 else ""
+            found[number] = found[number] or free
+    return found
+
+
+def _names(parts: Sequence[str], depth: int, endings: Sequence[str]) -> tuple[str, str]:
+    """The last parts of a path, without the ending of a tar or manifest and with it."""
+    whole = "/".join(parts[-depth:])
+    ending = max((e for e in endings if whole.endswith(e)), key=len, default="")
+    return whole.removesuffix(ending), whole
