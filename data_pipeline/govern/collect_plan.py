@@ -174,7 +174,7 @@ class Plan:
             return (
                 f"this machine's clock says {now.isoformat('T', 'seconds')}, but by its count "
                 f"since it was started the grace of {self.grace_days:g} days, from {self.seen} on, "
-                f"lasts another {left / timedelta(days=1):.2f} days: the clock was set ahead; {rule}"
+                f"lasts another {left / timedelta(days=1):.2f} days: it was set ahead; {rule}"
             )
         return None
 
