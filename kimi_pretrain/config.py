@@ -136,6 +136,10 @@ class TrainConfig(Section):
     [steps; kimi_pretrain/telemetry/recorder.py]"""
     pictures: bool = True
     """Draw the run once it is finished, as `kimi-pretrain plot` does. [-; launch/local/start.py]"""
+    keep_diff: bool = True
+    """Keep how the code differs from its commit, in diff.patch of the run folder: at most 1 MiB,
+    with what looks like a secret masked. false: only its size and SHA-256.
+    [-; kimi_pretrain/telemetry/diff_secrets.py]"""
     trace_step: int | None = Field(default=None, gt=0)
     """Step to write a profile of; changes nothing. null: none.
     [step; kimi_pretrain/telemetry/recorder.py]"""

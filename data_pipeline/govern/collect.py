@@ -18,7 +18,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
-from data_pipeline.govern.collect_plan import KINDS, Plan, Records, Retired, Thing
+from data_pipeline.govern.collect_plan import (
+    KINDS,
+    NO_CLOCK,
+    BootClock,
+    Plan,
+    Records,
+    Retired,
+    Thing,
+)
 from data_pipeline.govern.needed import (
     LOCK,
     THREADS,
@@ -90,6 +98,7 @@ def apply(
     now: datetime,
     progress: Callable[[str], None] = lambda _: None,
     facts: Store | None = None,
+    clock: BootClock = NO_CLOCK,
 ) -> Collected:
     """Remove what a plan lists and is still unneeded.
 
@@ -98,6 +107,7 @@ def apply(
         now: UTC.
         progress: called with what is removed next.
         facts: as of `propose`.
+        clock: of this machine.
 
     Raises:
         ValueError: the plan is another root's, or too young; nothing was changed. NameTaken: a
@@ -106,11 +116,8 @@ def apply(
     """
     if store.uri != plan.root:
         raise ValueError(f"the plan is of {plan.root}, not of {store.uri}")
-    if now < plan.due:
-        raise ValueError(
-            f"the plan was made at {plan.seen}, and its grace of {plan.grace_days:g} days ends at "
-            f"{plan.due.isoformat()}: what came into use by then will not be removed; wait"
-        )
+    if (told := plan.too_early(now, clock)) is not None:
+        raise ValueError(told)
     done = Collected()
     with _claimed(store, plan) as (claims, busy):
         root = Root(store, frozenset(claims))

@@ -6,6 +6,7 @@ ETag, so that what is written again meanwhile is not what was meant.
 
 import hashlib
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
@@ -103,6 +104,20 @@ class Records(Protocol):
         ...
 
 
+BootClock = tuple[str, float]
+"""Id of a start of the machine, and seconds since then; of none "" and 0."""
+NO_CLOCK: BootClock = ("", 0.0)
+
+
+def boot_clock() -> BootClock:
+    """Return this machine's count of seconds, suspended ones too, which nobody can set."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return boot, time.clock_gettime(time.CLOCK_BOOTTIME)
+    except (OSError, AttributeError):  # no Linux
+        return NO_CLOCK
+
+
 @dataclass(frozen=True)
 class Plan:
     """What may be removed from a root, and when.
@@ -116,6 +131,7 @@ class Plan:
         things: in the order of `KINDS` and of names.
         kept: (folder, why) of archived sources that are needed.
         archive: (version, revision, why) of those to be archived by then.
+        clock: of the machine that made it (`boot_clock`).
     """
 
     root: str
@@ -127,6 +143,7 @@ class Plan:
     things: tuple[Thing, ...]
     kept: tuple[tuple[str, str], ...]
     archive: tuple[tuple[str, int, str], ...] = ()
+    clock: BootClock = NO_CLOCK
 
     @cached_property
     def id(self) -> str:
@@ -138,6 +155,28 @@ class Plan:
     def due(self) -> datetime:
         """When it may be applied."""
         return datetime.fromisoformat(self.seen) + timedelta(days=self.grace_days)
+
+    def too_early(self, now: datetime, clock: BootClock = NO_CLOCK) -> str | None:
+        """Return why the grace is not over; None: it is.
+
+        Where the machine has not been started again since, its own count of seconds decides, too: a
+        clock that was set ahead ends no grace.
+        """
+        rule = "what came into use by then will not be removed; wait"
+        if now < self.due:
+            return (
+                f"the plan was made at {self.seen}, and its grace of {self.grace_days:g} days ends "
+                f"at {self.due.isoformat()}: {rule}"
+            )
+        (boot, then), (boot_now, seconds) = self.clock, clock
+        left = timedelta(days=self.grace_days) - timedelta(seconds=seconds - then)
+        if boot and boot == boot_now and left > timedelta():
+            return (
+                f"this machine's clock says {now.isoformat('T', 'seconds')}, but by its count "
+                f"since it was started the grace of {self.grace_days:g} days, from {self.seen} on, "
+                f"lasts another {left / timedelta(days=1):.2f} days: it was set ahead; {rule}"
+            )
+        return None
 
     def save(self, file: Path) -> None:
         """Write it into a file that does not exist yet.
@@ -172,7 +211,9 @@ class Plan:
             ]
             kept = [(name, why) for name, why in given.pop("kept")]
             archive = [(name, revision, why) for name, revision, why in given.pop("archive")]
-            plan = Plan(**given, things=tuple(things), kept=tuple(kept), archive=tuple(archive))
+            boot, seconds = given.pop("clock")
+            more = {"archive": tuple(archive), "clock": (str(boot), float(seconds))}
+            plan = Plan(**given, things=tuple(things), kept=tuple(kept), **more)
         except FileNotFoundError:
             raise ValueError(f"{file}: no such file; {expected}") from None
         except (ValueError, KeyError, TypeError, AttributeError):

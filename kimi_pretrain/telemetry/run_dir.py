@@ -4,6 +4,7 @@ Rank 0 writes everything but the logs, of which each rank has its own. No creden
 written: the config holds none, and the environment is not recorded.
 """
 
+import hashlib
 import io
 import json
 import logging
@@ -14,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Literal
 
 import numpy as np
@@ -41,6 +43,7 @@ from kimi_pretrain.reliability.anomaly_guard import finite
 from kimi_pretrain.reliability.run_files import Appended, read_patiently, write_whole
 from kimi_pretrain.reliability.run_history import BEGAN, METRICS
 from kimi_pretrain.telemetry.console import StepDisplay
+from kimi_pretrain.telemetry.diff_secrets import mask_diff
 from kimi_pretrain.telemetry.exposed import exposed
 from kimi_pretrain.telemetry.jsonl import abandoned, cut_after, first_step
 from kimi_pretrain.telemetry.metrics import RankMetrics
@@ -50,6 +53,8 @@ PACKAGES = (*MANIFEST_PACKAGES, "pillow", "av", "boto3", "tiktoken", "transforme
 
 log = logging.getLogger("kimi_pretrain.telemetry.run_dir")
 
+# Of a checkout's differences that are kept.
+DIFF_BYTES = 1 << 20
 NOT_DRAWN = ("step", "rank", "mean")
 # Numbers by the names of sources, which may be any, "max" too.
 BY_SOURCE = ("loss_by_source", "loss_tokens_by_source", "loss_by_source_and_position")
@@ -102,7 +107,7 @@ def describe_environment(
     write_whole(folder / "versions.json", json.dumps(versions, indent=1) + "\n")
     checkout = Path(__file__).parent.parent.parent
     if (checkout / ".git").exists():
-        state, difference = git_state(checkout)
+        state, difference = git_state(checkout, keep_diff=config.train.keep_diff)
         write_whole(folder / "git.json", json.dumps(state, indent=1) + "\n")
         write_whole(folder / "diff.patch", difference)
 
@@ -202,8 +207,12 @@ def note_tombstones(folder: Path, record: Mapping[str, Any]) -> None:
     write_whole(folder / RUN_TOMBSTONES, json.dumps(record) + "\n")
 
 
-def git_state(checkout: Path) -> tuple[dict[str, Any], bytes]:
+def git_state(checkout: Path, *, keep_diff: bool = True) -> tuple[dict[str, Any], bytes]:
     """Return what ran: its state, and how tracked files differ from the commit, as bytes.
+
+    Of the difference at most DIFF_BYTES are kept, with what looks like a secret masked. The state
+    has the SHA-256 and the size of the whole of it, the lines that were masked, and what was left
+    out.
 
     The state is "clean" with neither such a difference nor untracked modules, which git leaves out
     of it; where git does not say, as of another owner's checkout, "unknown" says why and commit
@@ -211,7 +220,7 @@ def git_state(checkout: Path) -> tuple[dict[str, Any], bytes]:
     """
     try:
         commit = _git(checkout, "rev-parse", "HEAD").decode().strip()
-        difference = _git(checkout, "diff", "--no-ext-diff", "--no-textconv", "HEAD")
+        difference, size, sha256 = _difference(checkout)
         untracked = _git(
             checkout, "ls-files", "-z", "--others", "--exclude-standard", "--", "*.py", "*.so"
         )
@@ -221,8 +230,13 @@ def git_state(checkout: Path) -> tuple[dict[str, Any], bytes]:
         log.warning("git does not say which code runs: %s", why)
         return {"commit": None, "clean": None, "unknown": why}, b""
     modules = sorted(name.decode(errors="replace") for name in untracked.split(b"\0") if name)
-    clean = not difference and not modules
-    return {"commit": commit, "clean": clean, "untracked": modules}, difference
+    state = {"commit": commit, "clean": not size and not modules, "untracked": modules}
+    if not size:
+        return state, b""
+    kept, masked = mask_diff(difference) if keep_diff else (b"", 0)
+    left_out = size - len(difference) if keep_diff else size
+    about = {"sha256": sha256, "bytes": size, "masked_lines": masked, "left_out_bytes": left_out}
+    return {**state, "diff": about}, kept
 
 
 class MetricsWriter:
@@ -412,6 +426,27 @@ def _event(row: int, name: str, span: Span, category: str) -> dict[str, Any]:
     start, end = span
     times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
     return {"name": name, "cat": category, "ph": "X", "pid": row, "tid": 0, **times}
+
+
+def _difference(checkout: Path) -> tuple[bytes, int, str]:
+    """Return how tracked files differ, at most DIFF_BYTES of whole lines; its size and SHA-256."""
+    command = ["git", "-C", str(checkout), "diff", "--no-ext-diff", "--no-textconv", "HEAD"]
+    kept, size, digest = bytearray(), 0, hashlib.sha256()
+    with (
+        TemporaryFile() as told,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=told) as process,
+    ):
+        assert process.stdout is not None
+        while piece := process.stdout.read(1 << 16):
+            digest.update(piece)
+            size += len(piece)
+            kept += piece[: DIFF_BYTES - len(kept)]
+        code = process.wait()
+        told.seek(0)
+        if code:
+            raise subprocess.CalledProcessError(code, command, stderr=told.read())
+    whole = len(kept) if len(kept) == size else kept.rfind(b"\n") + 1
+    return bytes(kept[:whole]), size, digest.hexdigest()
 
 
 def _git(checkout: Path, *arguments: str) -> bytes:

@@ -48,10 +48,10 @@ def measure_efficiency(run: "Run", file: Path) -> None:
         batch = next(run.loader)
         for name, times in seconds.items():
             run.mesh.barrier()
-            start = time.time()
+            start = time.perf_counter()
             run.train_step.run(batch, text_only=name == "text_only")
             run.mesh.barrier()
-            times.append(time.time() - start)
+            times.append(time.perf_counter() - start)
     if run.mesh.rank == 0:
         with best_effort():
             write_whole(file, json.dumps(seconds) + "\n")

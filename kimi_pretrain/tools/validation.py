@@ -117,7 +117,7 @@ class Validation:
         Raises:
             StoreError, IndexMismatch: they cannot be read.
         """
-        start, skipped = time.time(), 0
+        start, skipped = time.perf_counter(), 0
         mine = list[LossSums]()
         for number, batch in enumerate(self._batches()):
             watch(number)
@@ -135,7 +135,7 @@ class Validation:
             sum(int(getattr(plan, kind)) for plan in self.plans)
             for kind in ("text_tokens", "vision_tokens")
         )
-        return HeldOutLoss(table, text, vision, skipped, time.time() - start)
+        return HeldOutLoss(table, text, vision, skipped, time.perf_counter() - start)
 
     def _batches(self) -> Iterator[StepBatch]:
         """Yield what this rank needs of each step; the next one is read meanwhile."""

@@ -100,7 +100,7 @@ def _propose(
     from data_pipeline.catalog.audit import check
     from data_pipeline.catalog.collect import note_plan, to_archive
     from data_pipeline.govern.collect import propose
-    from data_pipeline.govern.collect_plan import Plan
+    from data_pipeline.govern.collect_plan import Plan, boot_clock
     from data_pipeline.store.addresses import endpoint_of
 
     if file.exists() or not file.absolute().parent.is_dir():
@@ -112,8 +112,9 @@ def _propose(
     with catalog.read() as connection:
         head = check(connection)[1]
     made = Plan(
-        *place, now.isoformat("T", "seconds"), grace_days, head, options, things, kept, tuple(old)
-    )
+        *place, now.isoformat("T", "seconds"), grace_days, head, options, things, kept, tuple(old),
+        clock=boot_clock(),
+    )  # fmt: skip
     made.save(file)
     size, objects = sum(one.size for one in things), sum(len(one.spots) for one in things)
     about = {"in": store.uri, "endpoint": place[1], "objects": objects, "bytes": size}
@@ -139,7 +140,7 @@ def _apply(catalog: "Catalog", store: "Store", endpoint: str | None, file: Path)
     from data_pipeline.catalog.audit import check
     from data_pipeline.catalog.collect import archive
     from data_pipeline.govern.collect import apply
-    from data_pipeline.govern.collect_plan import Plan
+    from data_pipeline.govern.collect_plan import Plan, boot_clock
     from data_pipeline.store.addresses import endpoint_of
 
     plan, now = Plan.read(file), _now()
@@ -153,7 +154,8 @@ def _apply(catalog: "Catalog", store: "Store", endpoint: str | None, file: Path)
         check(connection, plan.audit or None)
     ledger = _ledger(catalog, place, plan.options, now)
     progress = _echo_error
-    done = apply(store, plan, ledger, now, progress, _facts(plan.options))
+    facts, clock = _facts(plan.options), boot_clock()
+    done = apply(store, plan, ledger, now, progress, facts, clock)
     refused = archive(catalog, plan.archive)
     _tell(done)
     for name, reason in refused:

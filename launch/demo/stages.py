@@ -42,7 +42,7 @@ def run_stages(chain: str, run_dir: Path, overrides: Sequence[str] = ()) -> int:
     Raises:
         DemoError: the server did not start, or a frozen tensor has changed.
     """
-    console, begun = Console(), time.time()
+    console, begun = Console(), time.monotonic()
     settings = (*gpu_overrides(torch.cuda.device_count()), *overrides)
     settings = (*settings, f"data.root=s3://{BUCKET}", f"data.tokenizer={TOKENIZER_KEY}")
     stages = read_stages(chain, settings, run_dir)
@@ -52,7 +52,7 @@ def run_stages(chain: str, run_dir: Path, overrides: Sequence[str] = ()) -> int:
             (run_dir / CORPUS).write_text(json.dumps(corpus, indent=1) + "\n")
         code = run_chain(stages)
     if code == 0 and (summary := summarise(stages)) is not None:
-        summary["seconds"] = round(time.time() - begun)
+        summary["seconds"] = round(time.monotonic() - begun)
         (run_dir / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
         _show(console, summary)
     return code

@@ -60,12 +60,10 @@ class StopSignal:
 
     Attributes:
         name: of the signal, such as "SIGUSR1"; None before one came.
-        since: when it came, in seconds since the epoch (`time.time`).
     """
 
     def __init__(self) -> None:
         self.name: str | None = None
-        self.since: float | None = None
 
     def install(self) -> "StopSignal":
         """Install the handlers, from the main thread; again is harmless. Returns self."""
@@ -86,7 +84,7 @@ class StopSignal:
 
     def _note(self, number: int, frame: object) -> None:
         if self.name is None:
-            self.name, self.since = signal.Signals(number).name, time.time()
+            self.name = signal.Signals(number).name
         elif number == signal.SIGINT:
             interrupt(number, frame)
 

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 
 from launch.local.s3_server import S3Server
-from tests.fault.campaign import intruders, kills, signals, storage, table
+from tests.fault.campaign import intruders, kills, signals, storage, surroundings, table
 from tests.fault.campaign.runs import Campaign, Result
 from tests.fault.fault_proxy import FaultProxy
 
@@ -41,14 +41,9 @@ def cases(campaign: Campaign, proxy: FaultProxy) -> dict[str, Callable[[], objec
             for case in (
                 *(signals.restarts, signals.asked_to_stop, signals.stopped_for_too_long),
                 *(signals.dead_writer, signals.dead_node, signals.dead_launchers),
-                *(
-                    signals.two_runs,
-                    intruders.second_starts,
-                    intruders.bare_ranks,
-                    storage.damaged,
-                    storage.lost,
-                    storage.torn,
-                ),
+                *(signals.two_runs, intruders.second_starts, intruders.bare_ranks),
+                *(storage.damaged, storage.lost, storage.torn),
+                *(surroundings.clock_jumps, surroundings.disk_errors, surroundings.redacted),
                 *(storage.disk_full, storage.numbers_gone_bad, storage.spikes),
             )
         },

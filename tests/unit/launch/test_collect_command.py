@@ -18,6 +18,7 @@ from data_pipeline.catalog.register import look, register
 from data_pipeline.catalog.show import details
 from data_pipeline.catalog.states import promote
 from data_pipeline.catalog.tables import REPLICA
+from data_pipeline.govern import collect_plan
 from data_pipeline.govern.collect import apply, propose
 from data_pipeline.govern.collect_plan import Plan
 from data_pipeline.index.manifest import RUN_SOURCES, read_index, read_manifest, sources_at
@@ -49,8 +50,9 @@ def root(data_root, tmp_path, monkeypatch):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Days that the command believes to have gone by."""
+    """Days that have gone by, for the machine and its clock."""
     days = [0.0]
+    monkeypatch.setattr(collect_plan, "boot_clock", lambda: ("this", 1e3 + days[0] * 86400))
     monkeypatch.setattr(data_collect, "_now", lambda: datetime.now(UTC) + timedelta(days=days[0]))
     return days
 
@@ -73,6 +75,23 @@ def state(name):
 
 def last(found):
     return json.loads(found.stdout.splitlines()[-1])
+
+
+def test_a_clock_that_is_set_ahead_ends_no_grace(root, clock, tmp_path, monkeypatch):
+    archive("words@2")
+    clock[0], plan = 31, tmp_path / "plan.json"
+    found = run("collect", root.uri, "--plan", plan, *DAYS, "--json")
+    assert last(found)["objects"]
+    before = set(root.list())
+    monkeypatch.setattr(collect_plan, "boot_clock", lambda: ("this", 1e3 + 33 * 86400))
+    clock[0] = 400
+    refused = run("collect", root.uri, "--apply", plan, code=2)
+    assert "lasts another 5.00 days: it was set ahead" in refused.stderr
+    assert set(root.list()) == before
+    # Another start of the machine, or another machine, has only its clock.
+    monkeypatch.setattr(collect_plan, "boot_clock", lambda: ("later", 10.0))
+    run("collect", root.uri, "--apply", plan)
+    assert set(root.list()) < before
 
 
 def test_a_version_goes_after_its_time_and_its_grace(root, clock, tmp_path):

@@ -1,5 +1,6 @@
 """What a run writes down: one line a step, and a trace that viewers read."""
 
+import hashlib
 import json
 import pickle
 import re
@@ -15,6 +16,7 @@ from data_pipeline.plan.budget import BudgetEnd
 from kimi_pretrain.config import load_config
 from kimi_pretrain.reliability.anomaly_guard import Verdict
 from kimi_pretrain.reliability.status import read_status
+from kimi_pretrain.telemetry import run_dir
 from kimi_pretrain.telemetry.console import StepDisplay, StepLines
 from kimi_pretrain.telemetry.losses import LossSums, bins_of
 from kimi_pretrain.telemetry.metrics import RankMetrics
@@ -247,12 +249,48 @@ def test_what_ran_is_told_byte_for_byte(checkout):
     assert (state, difference) == ({"commit": commit, "clean": True, "untracked": []}, b"")
     (checkout / "step.py").write_bytes(b"NAME = '\xe9t\xe9'\n")  # Latin-1
     state, difference = git_state(checkout)
-    assert state == {"commit": commit, "clean": False, "untracked": []}
+    about = {
+        "sha256": hashlib.sha256(difference).hexdigest(), "bytes": len(difference),
+        "masked_lines": 0, "left_out_bytes": 0,
+    }  # fmt: skip
+    assert state == {"commit": commit, "clean": False, "untracked": [], "diff": about}
     assert b"+NAME = '\xe9t\xe9'\n" in difference
     git(checkout, "checkout", "-q", "step.py")
     (checkout / "diff.patch").write_bytes(difference)
     git(checkout, "apply", "diff.patch")
     assert (checkout / "step.py").read_bytes() == b"NAME = '\xe9t\xe9'\n"
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_of_a_secret_in_a_tracked_file_nothing_is_kept(checkout, monkeypatch, keep):
+    monkeypatch.setenv("STORE_SECRET", "correct-horse-battery")
+    (checkout / ".env").write_text("NAME=none\n")
+    git(checkout, "add", "-A")
+    git(checkout, "commit", "-qm", "second")
+    (checkout / ".env").write_text("NAME=plain\n")
+    added = "# correct-horse-battery\nNAME = 2  # password: Tr0ub4dor\nSTEPS = 40\n"
+    (checkout / "step.py").write_text(added)
+    state, kept = git_state(checkout, keep_diff=keep)
+    for secret in (b"correct-horse", b"Tr0ub4dor", b"plain"):
+        assert secret not in kept
+    assert state["clean"] is False
+    plain = git(checkout, "diff", "HEAD").encode() + b"\n"
+    sha256 = hashlib.sha256(plain).hexdigest()
+    assert (state["diff"]["sha256"], state["diff"]["bytes"]) == (sha256, len(plain))
+    if not keep:
+        assert (kept, state["diff"]["left_out_bytes"]) == (b"", len(plain))
+        return
+    assert b"+# [masked]\n+NAME = 2  # password: [masked]\n+STEPS = 40\n" in kept
+    assert state["diff"]["masked_lines"] == 4
+
+
+def test_a_difference_of_gigabytes_is_bounded(checkout, monkeypatch):
+    monkeypatch.setattr(run_dir, "DIFF_BYTES", 1000)
+    (checkout / "step.py").write_text("".join(f"LINE_{n} = {n}\n" for n in range(9000)))
+    state, kept = git_state(checkout)
+    assert 900 < len(kept) <= 1000
+    assert kept.endswith(b"\n")
+    assert state["diff"]["left_out_bytes"] == state["diff"]["bytes"] - len(kept) > 1e5
 
 
 def test_untracked_modules_ran_as_well(checkout):
