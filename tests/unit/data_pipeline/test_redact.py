@@ -12,7 +12,7 @@ import pytest
 
 from data_pipeline.cache.cached_store import CacheConfig, CachedStore
 from data_pipeline.config import DataConfig
-from data_pipeline.govern.holds import end_hold, put_hold
+from data_pipeline.govern.holds import end_hold, put_hold, refuse_held
 from data_pipeline.govern.redact import carry_out, held, plan, purge
 from data_pipeline.index.manifest import SCHEMA, read_index
 from data_pipeline.index.reads import (
@@ -423,6 +423,9 @@ def test_a_hold_keeps_shards_whoever_names_them(root):
     before = {key: store.get(key) for key in store.list()}
     hold = put_hold(store, "pairs", "case-9")
     assert hold.shards == tuple(shard.key for shard in read_index(store, "pairs").shards)
+    for keys in (hold.shards, hold.shards[1:], hold.shards[2:]):
+        with pytest.raises(ValueError, match=f": {keys[0]} is under hold"):  # the first of them
+            refuse_held(store, keys[::-1])
     for wanted in (GONE, {"pairs_k": ["p3"]}):
         with pytest.raises(ValueError, match=r"pairs/00000\d.tar is under hold 'case-9' since"):
             carry_out(store, wanted)

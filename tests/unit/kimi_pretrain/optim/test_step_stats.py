@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 
+from kimi_pretrain.optim.config import OptimConfig
+from kimi_pretrain.optim.deepspeed_zero import _ShardedAdamW
 from kimi_pretrain.optim.newton_schulz import orthogonalise, update_scale
 from kimi_pretrain.optim.step_stats import StepStats, UpdateFigures, merge_figures
 
@@ -85,3 +87,23 @@ def test_counting_twice_adds_up():
     report.count("router", [torch.full((12,), 4.0)])
     assert report.figures().update_rms == {"router": pytest.approx(math.sqrt(13.0))}
     assert report.figures().elements == {"router": 16}
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_the_padding_of_a_shard_is_no_part_of_its_figures(padding):
+    """DeepSpeed fills the last shard up with numbers that belong to no parameter."""
+    config = OptimConfig(lr=1.0, min_lr=0.0, warmup_steps=0, stable_steps=1, decay_steps=1)
+    shards = [torch.nn.Parameter(torch.zeros(10)) for _ in range(2)]
+    names = ("projector", "vision_tower")
+    groups = [{"params": [one], "name": name} for one, name in zip(shards, names)]
+    optimizer, stats = _ShardedAdamW(groups, config), StepStats(CPU)
+    optimizer.begin([0, padding])
+    for shard in shards:
+        shard.grad = torch.ones(10)
+        shard.grad[10 - padding :] = 0.0
+    optimizer.now = (1, 0.1, 1.0, stats)
+    optimizer.step()
+    figures = stats.figures()
+    assert figures.elements == {"projector": 10, "vision_tower": 10 - padding}
+    # Adam's first update is the sign of each gradient, of any size.
+    assert figures.update_rms["vision_tower"] == pytest.approx(1.0, rel=1e-5)
