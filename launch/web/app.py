@@ -33,6 +33,7 @@ from launch.web.site import (
     told,
     told_again,
     told_http,
+    told_nested,
 )
 
 _THREADS = 12
@@ -49,6 +50,7 @@ def application(site: Site) -> Gate:
             OSError: told,
             StoreError: told,
             IndexMismatch: told,
+            RecursionError: told_nested,
             Exception: fault,
         },
         lifespan=_lifespan,

@@ -6,11 +6,11 @@ from typing import Any
 from urllib.parse import urlencode
 
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 
 from launch.pages.turns import ComeAgain
 from launch.web.corpus import Corpus, NotHere
-from launch.web.site import number, page, ready, site_of
+from launch.web.site import html_answer, number, page, ready, site_of
 from launch.web.steps import MOST_EPOCHS, MOST_ROWS, MOST_STEPS
 
 
@@ -103,7 +103,7 @@ def counted(request: Request) -> Response:
     site, given = site_of(request), request.query_params
     asked = {key: given.get(key, "") for key in ("source", "category", "against")}
     files, against = _counted_files(site.corpus, asked)
-    return HTMLResponse(site.statistics.page(files, against))
+    return html_answer(site.statistics.page(files, against))
 
 
 def _counted_files(corpus: Corpus, asked: Mapping[str, str]) -> tuple[list[Any], Any]:
