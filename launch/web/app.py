@@ -65,6 +65,7 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     to_thread.current_default_thread_limiter().total_tokens = _THREADS
     yield
     site: Site = app.state.site
+    site.media.close()
     if site.steps is not None:
         site.steps.last.close()
 

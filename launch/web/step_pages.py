@@ -39,7 +39,7 @@ def rows(request: Request) -> Response:
     first = number(request, "row", 0, 0, 10**9)
     chosen = number(request, "rows", 4, 1, MOST_ROWS)
     src = site.media.made(lambda: site.needs_steps() is steps)
-    body = ready(steps.rows(step, first, chosen, src))
+    body = ready(steps.rows(step, first, chosen, src, site.media.decoder.decode))
     values = {"step": step, "row": first, "rows": chosen, "most": MOST_ROWS}
     total = steps.config.rows_per_step
     return page(request, "rows.html", **values, steps=steps, total=total, body=body)
@@ -68,6 +68,8 @@ def draws(request: Request) -> Response:
     def still() -> bool:
         return site.corpus.source(shown.name) is shown and site.needs_steps() is steps
 
+    media = site.media
+    body = steps.draws(shown, at, epochs, media.whole, media.made(still), media.decoder.decode)
     return page(
         request,
         "draws.html",
@@ -78,7 +80,7 @@ def draws(request: Request) -> Response:
         epochs=len(epochs),
         most=MOST_EPOCHS,
         title=steps.title,
-        body=ready(steps.draws(shown, at, epochs, site.media.whole, site.media.made(still))),
+        body=ready(body),
     )
 
 
