@@ -57,6 +57,10 @@ def decode_item(
     return decode_items(data, kind, [chunk], limits, [grid])[0]
 
 
+Decode = Callable[..., list[NDArray[np.uint8]]]
+"""Decodes a media file as `decode_items` does, in this process or another."""
+
+
 def decode_items(
     data: bytes,
     kind: int,

@@ -29,7 +29,7 @@ from data_pipeline.collate import (
     sample_tokens,
     segments_of,
 )
-from data_pipeline.decode import decode_items
+from data_pipeline.decode import Decode, decode_items
 from data_pipeline.index.manifest import IndexMismatch
 from data_pipeline.index.reads import Reading, document_of, medium_of, read_parts
 from data_pipeline.plan.layout import limits_at
@@ -292,8 +292,12 @@ class Fetcher:
         self._lock = threading.Lock()
         self._moved: dict[str, str] = {}  # shards that redactions replace under this run
 
-    def __call__(self, request: StepRequest) -> Fetched:
+    def __call__(self, request: StepRequest, decode: Decode = decode_items) -> Fetched:
         """Read, decode and lay out.
+
+        Args:
+            request: what to read.
+            decode: a media file; pages have another process do it.
 
         Raises:
             StoreError: naming the key; the store's own retries are used up.
@@ -303,7 +307,8 @@ class Fetcher:
         reading = read_parts(self._store, reads, self._threads, moved=self._moved)
         read_bytes = sum(len(body) for body in reading.data.values())
         decoding = [
-            self._pool.submit(_decode, file, reading, request.limits) for file in request.files
+            self._pool.submit(_decode, file, reading, request.limits, decode)
+            for file in request.files
         ]
         bad: list[BadSample] = []
         rows = self._rows(request, reading, bad) if request.row_ids.size else None
@@ -365,7 +370,7 @@ class Fetcher:
 
 
 def _decode(
-    read: FileRead, reading: Reading, limits: PatchLimits
+    read: FileRead, reading: Reading, limits: PatchLimits, decode: Decode
 ) -> list[tuple[int, NDArray[np.uint8] | BadSample]]:
     """Decode the items of one file: (item, patches, or why there are none)."""
     if reason := reading.damage(read):
@@ -373,7 +378,7 @@ def _decode(
     data, lowered = reading.data[read.span], limits_at(limits, read.level)
     every = list(zip(read.items, read.chunks, read.grids))
     try:
-        found = decode_items(data, read.kind, read.chunks, lowered, read.grids, read.draw)
+        found = decode(data, read.kind, read.chunks, lowered, read.grids, read.draw)
         return list(zip(read.items, found))
     except MediaError as error:
         if len(every) == 1:
@@ -382,7 +387,7 @@ def _decode(
     answers: list[tuple[int, NDArray[np.uint8] | BadSample]] = []
     for item, chunk, grid in every:
         try:
-            patches = decode_items(data, read.kind, [chunk], lowered, [grid], read.draw)
+            patches = decode(data, read.kind, [chunk], lowered, [grid], read.draw)
             answers.append((item, patches[0]))
         except MediaError as error:
             answers.append((item, BadSample(read.sample, f"{read.name}: {error}", item)))

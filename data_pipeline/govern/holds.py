@@ -52,15 +52,23 @@ def read_holds(store: Store, sources: Iterable[str] | None = None) -> list[Hold]
         try:
             given = json.loads(_read(store, holds_key(source)))
             entries = [(one["hold"], source, one["since"], one["shards"]) for one in given["holds"]]
+            if not all(map(_is_hold, entries)):
+                raise TypeError
         except MissingKey:
             continue
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(
                 f"{store.uri}/{holds_key(source)}: expected {{holds: [{{hold, since, shards}}]}}; "
                 "as long as nobody knows what is held, nothing is redacted or removed"
             ) from None
         found += [Hold(a, b, c, tuple(keys)) for a, b, c, keys in entries]
     return found
+
+
+def _is_hold(entry: tuple[Any, str, Any, Any]) -> bool:
+    name, _, since, shards = entry
+    strings = isinstance(shards, list) and all(isinstance(key, str) for key in shards)
+    return strings and isinstance(name, str) and isinstance(since, str)
 
 
 def _read(store: Store, key: str) -> bytes:

@@ -213,7 +213,7 @@ def read_provenance(store: Store, name: str) -> dict[str, Any] | None:
         found = json.loads(store.get(provenance_key(name)))
     except MissingKey:
         return None
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise IndexMismatch(f"{store.uri}/{provenance_key(name)}: expected a JSON object")

@@ -236,7 +236,9 @@ def _points(where: str, segment: Mapping[str, Any]) -> tuple[int, list[list[floa
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) < 2**53
+    return isinstance(value, float)
 
 
 def _fields(where: str, value: Any, **wanted: type) -> None:

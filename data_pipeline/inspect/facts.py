@@ -9,6 +9,7 @@ one kind passes over the other.
 
 import json
 import os
+import re
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from data_pipeline.index.columns import PIECE_REGION, SourceIndex
-from data_pipeline.index.manifest import expect, read_manifest
+from data_pipeline.index.manifest import IndexMismatch, expect, read_manifest
 from data_pipeline.index.parts import index_parts
 from data_pipeline.inspect.duplicates import file_fingerprint, sample_fingerprint
 from data_pipeline.inspect.stats import scaled_down
@@ -38,6 +39,7 @@ SAMPLE, IMAGE, CHUNK = 0, 1, 2
 
 REGIONS = ("points", "boxes", "polygons", "turns")  # in the order of `augment.regions`
 _ABOUT = b"facts"  # key of the file's metadata
+_HASH = re.compile(r"[0-9a-f]{64}")
 
 _KEYS = {"kind": pa.int8(), "sample": pa.int64(), "tokens": pa.int64(), "fingerprint": pa.uint64()}
 SAMPLE_FACTS: dict[str, pa.DataType] = {
@@ -81,7 +83,13 @@ class FactsFile(NamedTuple):
 
 
 def facts_path(folder: Path, content_hash: str, limits: PatchLimits) -> Path:
-    """Return where the facts of a content under some limits lie."""
+    """Return where the facts of a content under some limits lie.
+
+    Raises:
+        IndexMismatch: the hash, which is a stranger's, is no plain name of a folder.
+    """
+    if not isinstance(content_hash, str) or not _HASH.fullmatch(content_hash):
+        raise IndexMismatch(f"content_hash is {content_hash!r:.80}, expected hexadecimal digits")
     return folder / content_hash / f"{limits.image}-{limits.frame}-{limits.side}" / FILE
 
 

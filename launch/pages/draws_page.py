@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from data_pipeline.decode import decode_items
+from data_pipeline.decode import Decode, decode_items
 from data_pipeline.plan.layout import limits_at
 from data_pipeline.plan.source import Drawn, Source
 from data_pipeline.plan.variation import Detail
@@ -23,6 +24,7 @@ def draws_body(
     limits: PatchLimits,
     epochs: Sequence[int],
     src: Src,
+    decode: Decode = decode_items,
 ) -> Iterator[str]:
     """Yield the draws of a sample, as HTML.
 
@@ -34,6 +36,7 @@ def draws_body(
         limits: of the run.
         epochs: to show.
         src: takes the pictures.
+        decode: an image; another process may.
 
     Raises:
         ValueError: the run leaves the sample out, or an image does not decode.
@@ -49,12 +52,14 @@ def draws_body(
         for at in range(*(int(end) for end in drawn.layout.item_ptr[place : place + 2])):
             line = int(drawn.layout.item[at])
             if int(source.index.item_kind[line]) == KIND_IMAGE:
-                number = int(source.index.item_media[line])
-                grid = tuple(int(side) for side in drawn.layout.grid[at])
-                level = int(drawn.level[place])
-                yield _picture(
-                    source, line, file(number), grid, level, limits, details[place], segments, src
-                )
+                number, level = int(source.index.item_media[line]), int(drawn.level[place])
+                t, h, w = (int(side) for side in drawn.layout.grid[at])
+                lowered, draw = limits_at(limits, level), details[place].draws.get(number)
+                patches = decode(file(number), KIND_IMAGE, [0], lowered, [(t, h, w)], draw)[0]
+                pixels = unpatchify(patches, (t, h, w))[0]
+                stored = int(source.index.item_width[line]), int(source.index.item_height[line])
+                frame = frame_size(KIND_IMAGE, draw, level, stored, limits)
+                yield _picture(pixels, number, frame, details[place], segments, src)
         yield from _wordings(document["segments"], details[place])
         yield "</div>\n</article>"
     yield "</div>"
@@ -69,23 +74,14 @@ def _facts(drawn: Drawn, place: int) -> str:
 
 
 def _picture(
-    source: Source,
-    line: int,
-    data: bytes,
-    grid: tuple[int, ...],
-    level: int,
-    limits: PatchLimits,
+    pixels: NDArray[np.uint8],
+    number: int,
+    frame: tuple[int, int],
     detail: Detail,
     segments: Sequence[Mapping[str, Any]],
     src: Src,
 ) -> str:
-    index, number = source.index, int(source.index.item_media[line])
     draw = detail.draws.get(number)
-    stored = int(index.item_width[line]), int(index.item_height[line])
-    frame = frame_size(KIND_IMAGE, draw, level, stored, limits)
-    lowered = limits_at(limits, level)
-    patches = decode_items(data, KIND_IMAGE, [0], lowered, [grid], draw)[0]
-    pixels = unpatchify(patches, (grid[0], grid[1], grid[2]))[0]
     shapes, lines = list[Shape](), list[str]()
     for place, (segment, numbers) in enumerate(zip(segments, detail.regions, strict=True)):
         if segment["media"] != number:

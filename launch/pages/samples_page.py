@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.decode import decode_items
+from data_pipeline.decode import Decode, decode_items
 from data_pipeline.index.columns import SourceIndex
 from launch.pages.html import num_bytes, page, text
 from launch.pages.pictures import Shape, colour_class, data_uri, drawing, unpatchify
@@ -180,7 +180,11 @@ def _decoded(index: SourceIndex, sample: StoredSample, medium: Medium) -> str:
 
 
 def pictures_of(
-    data: bytes, index: SourceIndex, items: Sequence[int], limits: PatchLimits = LIMITS
+    data: bytes,
+    index: SourceIndex,
+    items: Sequence[int],
+    limits: PatchLimits = LIMITS,
+    decode: Decode = decode_items,
 ) -> Iterator[NDArray[np.uint8]]:
     """Yield every picture of some items of a media file in order, as training scales them.
 
@@ -189,6 +193,7 @@ def pictures_of(
         index: of the source, or of a part of it.
         items: lines of the index.
         limits: how far pictures are scaled down.
+        decode: the file; another process may.
 
     Yields:
         uint8 [H, W, 3], without padding.
@@ -207,7 +212,7 @@ def pictures_of(
              int(index.item_width[item]), limits)
         for item in items
     ]  # fmt: skip
-    decoded = decode_items(data, kind, chunks, limits, shapes)
+    decoded = decode(data, kind, chunks, limits, shapes)
     return (
         one[: frame[1], : frame[0]]
         for patches, shape in zip(decoded, shapes)

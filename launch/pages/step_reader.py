@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.access import check_tokenizer
+from data_pipeline.decode import Decode, decode_items
 from data_pipeline.fetch import Fetcher, Needs, StepRequest, resolve
 from data_pipeline.index.reads import read_checked
 from data_pipeline.loader import StepBatch
@@ -119,6 +120,7 @@ class StepReader:
         rows: Sequence[int],
         until: float = math.inf,
         most: float = math.inf,
+        decode: Decode = decode_items,
     ) -> Step:
         """Read rows of the step of a state.
 
@@ -127,6 +129,7 @@ class StepReader:
             rows: their numbers in the step.
             until: as of `before`, for others to end; what is begun is read.
             most: bytes of memory that they, and the files they are made of, may take.
+            decode: a media file; another process may.
 
         Raises:
             IndexMismatch, StoreError, ValueError: as the loader; a sample in the rows was redacted,
@@ -143,7 +146,7 @@ class StepReader:
                     f"{len(rows)} rows of step {plan.step + 1} take {num_bytes(request.num_bytes)} "
                     f"with their media files; {num_bytes(most)} may be read at once: ask for fewer"
                 )
-            found = self._fetcher(request)
+            found = self._fetcher(request, decode)
         batch = StepBatch(plan, found.rows, request.row_ids, found.media, found.bad)
         documents = self._documents(batch, request)
         return Step(batch, request, documents, self.planner.indices, self._tokenizer)

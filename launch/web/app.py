@@ -33,6 +33,7 @@ from launch.web.site import (
     told,
     told_again,
     told_http,
+    told_nested,
 )
 
 _THREADS = 12
@@ -49,6 +50,7 @@ def application(site: Site) -> Gate:
             OSError: told,
             StoreError: told,
             IndexMismatch: told,
+            RecursionError: told_nested,
             Exception: fault,
         },
         lifespan=_lifespan,
@@ -63,6 +65,7 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     to_thread.current_default_thread_limiter().total_tokens = _THREADS
     yield
     site: Site = app.state.site
+    site.media.close()
     if site.steps is not None:
         site.steps.last.close()
 

@@ -4,6 +4,7 @@ A source is read again when its manifest is another (`fresh`): nothing of a samp
 is shown afterwards.
 """
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -13,9 +14,17 @@ from typing import Any, NamedTuple
 
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.index.cut import CutIndex
-from data_pipeline.index.manifest import identity_of, read_provenance
-from data_pipeline.index.reads import medium_of, read_checked, read_samples
+from data_pipeline.index.manifest import (
+    IndexMismatch,
+    identity_of,
+    manifest_key,
+    read_manifest,
+    read_provenance,
+)
+from data_pipeline.index.reads import document_of, medium_of, read_checked
+from data_pipeline.inspect.document import describe, document_faults
 from data_pipeline.inspect.facts import FactsFile, write_facts
+from data_pipeline.inspect.problem import Fault
 from data_pipeline.inspect.query import Facts
 from data_pipeline.names import did_you_mean
 from data_pipeline.store.addresses import endpoint_of
@@ -69,6 +78,7 @@ class ShownSource:
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         self.name, self.store = name, store
+        _check_shown(f"{store.uri}/{manifest_key(name)}", read_manifest(store, name))
         self.facts_file: FactsFile = write_facts(store, name, limits, folder, progress)[0]
         self.cut = CutIndex(store, name, folder)
         self.rejected = RejectedList(store, name)
@@ -117,11 +127,22 @@ class ShownSource:
         """Return a sample's document.
 
         Raises:
-            NotHere: there is none, or it was redacted. IndexMismatch, StoreError: it cannot be
-                read.
+            NotHere: there is none, or it was redacted. IndexMismatch: it is not what the index
+                says, or not in the format. StoreError: it cannot be read.
         """
         index, first = self._there(sample)
-        return read_samples(self.store, index, [sample - first])[0]
+        data = read_checked(self.store, [document_of(index, sample - first)])[0]
+        found = describe(data, None)
+        if isinstance(found, Fault):
+            faults = [found]
+        else:
+            faults = document_faults(found, index, sample - first)
+        if faults:
+            raise IndexMismatch(
+                f"source {self.name!r}, sample {sample} ({index.key_of(sample - first)!r}): its "
+                f"document cannot be shown: {faults[0].detail}"
+            )
+        return json.loads(data)
 
     def media(self, sample: int) -> list[Medium]:
         """Return the media files of a sample, in order.
@@ -162,6 +183,41 @@ class ShownSource:
     def part(self, medium: Medium, offset: int, length: int) -> bytes:
         """Return some bytes of a media file, as they lie there: a part has no checksum."""
         return self.store.get(medium.span.key, medium.span.offset + offset, length)
+
+
+def _check_shown(where: str, manifest: dict[str, Any]) -> None:
+    """Check what pages show of a manifest, and no reader of the index has checked."""
+
+    def text(value: Any) -> bool:
+        return isinstance(value, str)
+
+    def count(value: Any) -> bool:
+        return type(value) is int and value >= 0
+
+    def shard(value: Any) -> bool:
+        return isinstance(value, dict) and all(
+            right(value.get(key))
+            for key, right in (("key", text), ("samples", count), ("size", count), ("sha256", text))
+        )
+
+    def shards(value: Any) -> bool:
+        return isinstance(value, list) and all(map(shard, value))
+
+    def tokenizer(value: Any) -> bool:
+        return isinstance(value, dict) and text(value.get("name")) and text(value.get("sha256"))
+
+    def redacted(value: Any) -> bool:
+        samples = value.get("samples", []) if isinstance(value, dict) else None
+        return isinstance(samples, list) and all(map(count, samples))
+
+    for key, right in (
+        ("category", text), ("content_hash", text), ("samples", count), ("items", count),
+        ("tokenizer", tokenizer), ("shards", shards), ("redacted", redacted),
+    ):  # fmt: skip
+        if not right(manifest.get(key, {} if key == "redacted" else None)):
+            raise IndexMismatch(
+                f"{where}: {key} is {manifest.get(key)!r:.80}; not as it is written"
+            )
 
 
 class Corpus:

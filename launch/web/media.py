@@ -3,6 +3,7 @@
 import hashlib
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -13,8 +14,10 @@ from starlette.responses import Response, StreamingResponse
 from launch.pages.html import num_bytes
 from launch.pages.pictures import Src, encoded
 from launch.pages.samples_page import pictures_of
+from launch.pages.turns import turn
 from launch.web.auth import FILE_CSP
-from launch.web.corpus import Medium, NotHere, ShownSource
+from launch.web.corpus import PATIENCE_S, Medium, NotHere, ShownSource
+from launch.web.decoder import Decoder
 from moonvit3d.geometry import KIND_IMAGE, PatchLimits
 
 TYPES = {
@@ -71,12 +74,16 @@ class Kept:
 
 
 class Media:
-    """What the page shows of media; from any thread."""
+    """What the page shows of media; from any thread; `close` it."""
 
     def __init__(self) -> None:
+        self.decoder = Decoder()
         self._files, self._small, self._made = Kept(32 << 20), Kept(16 << 20), Kept(32 << 20)
-        # A picture of 80 megapixels takes some hundred megabytes while it is decoded.
-        self._decoding = threading.Semaphore(2)
+        self._reading = threading.BoundedSemaphore(2)  # files that wait for the decoder
+
+    def close(self) -> None:
+        """End the process that decodes."""
+        self.decoder.close()
 
     def file(self, request: Request, source: ShownSource, sample: int, name: str) -> Response:
         """Answer with a media file, or with a part of it that is asked for.
@@ -120,8 +127,8 @@ class Media:
         """Return a small picture of a sample's first medium and its type; None if it has none.
 
         Raises:
-            ValueError: the medium does not decode, or is larger than `WHOLE`.
-            IndexMismatch, StoreError: it cannot be read.
+            ValueError: the medium does not decode, or is larger than `WHOLE` or `Bounds` allow.
+            IndexMismatch, StoreError: it cannot be read. ComeAgain: others are being decoded.
         """
         key = f"{source.manifest['content_hash']} {sample}"
         if (kept := self._small.get(key)) is not None:
@@ -130,9 +137,10 @@ class Media:
         if not media:
             return None
         index, _ = source.around(sample)
-        with self._decoding:
+        until = time.monotonic() + PATIENCE_S
+        with turn(self._reading, until, "other pictures are being decoded"):
             data = self.whole(source, sample, media[0])
-            first = next(pictures_of(data, index, [media[0].line], _SMALL))
+            first = next(pictures_of(data, index, [media[0].line], _SMALL, self.decoder.decode))
             found = File(*encoded(first, _SIDE))
         self._small.put(key, found)
         return found

@@ -1,10 +1,8 @@
 """Pages of what was left out, deleted and held, and of the catalogue; and what is changed there."""
 
-import json
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote, urlencode
 
 from starlette.concurrency import run_in_threadpool
@@ -17,12 +15,14 @@ from data_pipeline.index.manifest import IndexMismatch
 from data_pipeline.store.open import MissingKey
 from launch.web.auth import Role
 from launch.web.fresh import Fresh
+from launch.web.lines import UNREADABLE, begin_of, fields_of
 from launch.web.site import checked_form, page, session_of, site_of, whole
 from launch.web.steps import Steps
 
 _ENTRIES = 100  # of the audit, on a page
 _LINES = 500  # of a run's quarantine
 _BLOCK = 1 << 16  # bytes of it, read at once
+_MOST = 16 << 20  # and at all
 
 
 def rejected(request: Request) -> Response:
@@ -47,14 +47,21 @@ def quarantined(request: Request) -> Response:
     return page(request, "quarantined.html", runs=runs, shown=_LINES)
 
 
-def _quarantine_of(folder: Path) -> list[dict[str, Any]] | None:
+def _quarantine_of(folder: Path) -> list[dict[str, str]] | None:
     """Return the lines of a run's quarantine, the last ones; None: it is not on this machine."""
     file = folder / "quarantine.jsonl"
     if not folder.is_dir():
         return None
     if not file.is_file():
         return []
-    return [json.loads(line) for line in last_lines(file, _LINES)]
+    return [_quarantined(line) for line in last_lines(file, _LINES)]
+
+
+def _quarantined(line: bytes) -> dict[str, str]:
+    """Return what a line says, or that it cannot be read."""
+    names = ("step", "source", "key", "reason")
+    told = f"{UNREADABLE}: {begin_of(line)}"
+    return fields_of(line, names) or dict.fromkeys(names, "") | {"reason": told}
 
 
 def last_lines(file: Path, count: int) -> list[bytes]:
@@ -66,11 +73,11 @@ def last_lines(file: Path, count: int) -> list[bytes]:
     found = b""
     with file.open("rb") as opened:
         begin = opened.seek(0, os.SEEK_END)
-        while begin and found.count(b"\n") <= count:
+        while begin and found.count(b"\n") <= count and len(found) < _MOST:
             end, begin = begin, max(0, begin - _BLOCK)
             opened.seek(begin)
             found = opened.read(end - begin) + found
-    return found.split(b"\n")[:-1][-count:]
+    return found.split(b"\n")[1 if begin else 0 : -1][-count:]
 
 
 def governance(request: Request) -> Response:

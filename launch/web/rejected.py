@@ -4,17 +4,18 @@ Lines are looked through from a place in the file on, a stretch a request, which
 one goes on. Their numbers by reason are counted once, as far as the requests so far went.
 """
 
-import json
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from data_pipeline.store.open import MissingKey, ObjectInfo, Store
+from launch.web.lines import LONGEST, UNREADABLE, begin_of, fields_of
 
 LINES = 200  # on a page
 STRETCH = 16 << 20  # bytes that a request looks through, and as many that it counts
 _PIECE = 4 << 20
+_REASONS, _OTHERS = 100, "other reasons"  # so many are told apart
 
 
 class Rejected(NamedTuple):
@@ -27,7 +28,7 @@ class Rejected(NamedTuple):
         counted: which part that is, 0 to 1.
     """
 
-    lines: list[dict[str, Any]]
+    lines: list[dict[str, str]]
     after: int | None
     reasons: dict[str, int]
     counted: float
@@ -65,10 +66,10 @@ class RejectedList:
         if after and not (inside and self._store.get(self._key, after - 1, 1) == b"\n"):
             raise ValueError(f"after={after}: no line of {self._key} begins there")
         reasons, counted = self._count(info)
-        lines, end = list[dict[str, Any]](), after
+        lines, end = list[dict[str, str]](), after
         for end, line in self._lines(info, after):
-            one = json.loads(line)
-            if reason in ("", one["reason"]) and key.lower() in str(one["key"]).lower():
+            one = _rejected(line)
+            if reason in ("", one["reason"]) and key.lower() in one["key"].lower():
                 lines.append(one)
             if len(lines) == LINES or end - after >= STRETCH:
                 break
@@ -80,7 +81,9 @@ class RejectedList:
                 self._info, self._reasons, self._counted = info, Counter(), 0
             begin = self._counted
             for end, line in self._lines(info, begin):
-                self._reasons[json.loads(line)["reason"]] += 1
+                reason = _rejected(line)["reason"]
+                known = reason in self._reasons or len(self._reasons) < _REASONS
+                self._reasons[reason if known else _OTHERS] += 1
                 self._counted = end
                 if end - begin >= STRETCH:
                     break
@@ -88,14 +91,30 @@ class RejectedList:
             return dict(self._reasons.most_common()), share
 
     def _lines(self, info: ObjectInfo, begin: int) -> Iterator[tuple[int, bytes]]:
-        """Yield lines from a place on, each with the place of the next one."""
-        at, rest = begin, b""
+        """Yield lines from a place on, each with the place of the next one.
+
+        Of a line that is too long to be read a part is kept; one of more than a stretch ends it.
+        """
+        at, rest, left_out = begin, b"", 0
         for offset in range(begin, info.size, _PIECE):
             length = min(_PIECE, info.size - offset)
             piece = self._store.get(self._key, offset, length, etag=info.etag)
-            *whole, rest = (rest + piece).split(b"\n")
-            for line in whole:
-                at += len(line) + 1
+            *whole, last = piece.split(b"\n")
+            for part in whole:
+                line = rest + part
+                at += len(line) + left_out + 1
                 yield at, line
+                rest, left_out = b"", 0
+            rest += last
+            left_out += len(rest[LONGEST + 1 :])
+            rest = rest[: LONGEST + 1]
+            if left_out > STRETCH:
+                break
         if rest:
             yield info.size, rest
+
+
+def _rejected(line: bytes) -> dict[str, str]:
+    """Return what a line says, or that it cannot be read."""
+    found = fields_of(line, ("key", "reason", "detail"))
+    return found or {"key": "", "reason": UNREADABLE, "detail": begin_of(line)}

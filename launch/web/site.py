@@ -106,7 +106,7 @@ def templates() -> Environment:
         "amount": html.amount,
         "num_bytes": html.num_bytes,
         "percent": html.percent,
-        "part": partial(quote, safe=""),
+        "part": partial(quote, safe="", errors="replace"),
         "json": partial(json.dumps, indent=1, ensure_ascii=False),
     }
     return found
@@ -141,7 +141,12 @@ def page(request: Request, template: str, status: int = 200, **values: Any) -> H
         root=site.corpus.store.uri,
         **values,
     )
-    return HTMLResponse(text, status)
+    return html_answer(text, status)
+
+
+def html_answer(text: str, status: int = 200) -> HTMLResponse:
+    """Return HTML, where data may hold half of a character, which UTF-8 cannot have."""
+    return HTMLResponse(text.encode("utf-8", "replace"), status)
 
 
 def ready(parts: Iterable[str]) -> Markup:
@@ -236,7 +241,7 @@ def told_again(request: Request, error: Exception) -> Response:
         answer.headers["Refresh"] = str(_AGAIN_S)
         return answer
     where = f"{request.url.path}?{request.url.query}".rstrip("?")
-    return HTMLResponse(
+    return html_answer(
         f'<p class="note" role="status" hx-get="{html.text(where)}" hx-target="this" '
         f'hx-trigger="load delay:{_AGAIN_S}s" hx-swap="outerHTML">{html.text(str(error))} ...</p>',
         503,
@@ -249,6 +254,11 @@ def told_http(request: Request, error: Exception) -> Response:
     return _wrong(request, f"{error.status_code}: {error.detail}", error.status_code)
 
 
+def told_nested(request: Request, error: Exception) -> Response:
+    """Answer to JSON that is nested beyond what Python follows; it is of the data."""
+    return _wrong(request, "a file of the data is JSON that is nested too deeply", 502)
+
+
 def fault(request: Request, error: Exception) -> Response:
     """Answer without a word of the error, which the server's log has."""
     return _wrong(request, "this server has a fault; its log says which", 500)
@@ -257,5 +267,5 @@ def fault(request: Request, error: Exception) -> Response:
 def _wrong(request: Request, message: str, status: int) -> Response:
     if "hx-request" in request.headers:
         escaped = html.text(message)
-        return HTMLResponse(f'<p class="wrong" role="alert">{escaped}</p>', status)
+        return html_answer(f'<p class="wrong" role="alert">{escaped}</p>', status)
     return page(request, "error.html", status, title="Not possible", message=message)

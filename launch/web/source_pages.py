@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.responses import RedirectResponse, Response
 
 from data_pipeline.govern.holds import read_holds
 from data_pipeline.inspect.find import HOLDS, STRETCH, Wanted, count, find, longest, number_of
@@ -19,7 +19,7 @@ from launch.pages.pictures import overlay
 from launch.pages.samples_page import Medium, StoredSample, samples_body
 from launch.web.corpus import Corpus, NotHere, ShownSource
 from launch.web.media import file_answer
-from launch.web.site import page, ready, site_of, whole
+from launch.web.site import html_answer, page, ready, site_of, whole
 
 PAGE = 60  # samples that a page shows at first, and each time it is scrolled to its end
 _LARGE = 896  # pixels of the longer side of a sample's pictures
@@ -179,7 +179,7 @@ def how_many(request: Request) -> Response:
     chosen = corpus.chosen(asked.source, asked.category)
     found = sum(count(corpus.facts(shown), asked.wanted) for shown in chosen)
     total = sum(shown.cut.num_samples for shown in chosen)
-    return HTMLResponse(f"{found:,} of {total:,} samples")
+    return html_answer(f"{found:,} of {total:,} samples")
 
 
 def words(request: Request) -> Response:
@@ -191,7 +191,7 @@ def words(request: Request) -> Response:
         for one in document["segments"]
         if one["kind"] == "text"
     )
-    return HTMLResponse(html.text(" ".join(texts)[:_WORDS]))
+    return html_answer(html.text(" ".join(texts)[:_WORDS]))
 
 
 def sample(request: Request) -> Response:

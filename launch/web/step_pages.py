@@ -6,11 +6,11 @@ from typing import Any
 from urllib.parse import urlencode
 
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 
 from launch.pages.turns import ComeAgain
 from launch.web.corpus import Corpus, NotHere
-from launch.web.site import number, page, ready, site_of
+from launch.web.site import html_answer, number, page, ready, site_of
 from launch.web.steps import MOST_EPOCHS, MOST_ROWS, MOST_STEPS
 
 
@@ -39,7 +39,7 @@ def rows(request: Request) -> Response:
     first = number(request, "row", 0, 0, 10**9)
     chosen = number(request, "rows", 4, 1, MOST_ROWS)
     src = site.media.made(lambda: site.needs_steps() is steps)
-    body = ready(steps.rows(step, first, chosen, src))
+    body = ready(steps.rows(step, first, chosen, src, site.media.decoder.decode))
     values = {"step": step, "row": first, "rows": chosen, "most": MOST_ROWS}
     total = steps.config.rows_per_step
     return page(request, "rows.html", **values, steps=steps, total=total, body=body)
@@ -68,6 +68,8 @@ def draws(request: Request) -> Response:
     def still() -> bool:
         return site.corpus.source(shown.name) is shown and site.needs_steps() is steps
 
+    media = site.media
+    body = steps.draws(shown, at, epochs, media.whole, media.made(still), media.decoder.decode)
     return page(
         request,
         "draws.html",
@@ -78,7 +80,7 @@ def draws(request: Request) -> Response:
         epochs=len(epochs),
         most=MOST_EPOCHS,
         title=steps.title,
-        body=ready(steps.draws(shown, at, epochs, site.media.whole, site.media.made(still))),
+        body=ready(body),
     )
 
 
@@ -103,7 +105,7 @@ def counted(request: Request) -> Response:
     site, given = site_of(request), request.query_params
     asked = {key: given.get(key, "") for key in ("source", "category", "against")}
     files, against = _counted_files(site.corpus, asked)
-    return HTMLResponse(site.statistics.page(files, against))
+    return html_answer(site.statistics.page(files, against))
 
 
 def _counted_files(corpus: Corpus, asked: Mapping[str, str]) -> tuple[list[Any], Any]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from data_pipeline.config import DataConfig
+from data_pipeline.decode import Decode
 from data_pipeline.plan.planner import Planner, State
 from data_pipeline.store.open import Store
 from data_pipeline.text import Tokenizer
@@ -62,7 +63,7 @@ class Steps:
         """The first step of the run, from 1."""
         return self._reader.first + 1
 
-    def rows(self, step: int, first: int, count: int, src: Src) -> Iterator[str]:
+    def rows(self, step: int, first: int, count: int, src: Src, decode: Decode) -> Iterator[str]:
         """Yield rows of a step as HTML, read when the first part is asked for.
 
         Args:
@@ -70,6 +71,7 @@ class Steps:
             first: row, from 0.
             count: of rows.
             src: takes the pictures.
+            decode: a media file.
 
         Raises:
             ValueError: no such step or row. ComeAgain: ask again. IndexMismatch, StoreError: it
@@ -82,7 +84,8 @@ class Steps:
             raise ValueError(f"row {first}: a step has rows 0 to {total - 1}")
         chosen = range(first, min(first + min(count, MOST_ROWS), total))
         state = self._reader.before(step - 1, until)
-        return rows_body(self._reader.read(state, chosen, until, MOST_BYTES), src)
+        found = self._reader.read(state, chosen, until, MOST_BYTES, decode)
+        return rows_body(found, src)
 
     def blend(self, step: int, count: int) -> Iterator[str]:
         """Yield what some steps are made of, as HTML.
@@ -133,12 +136,14 @@ class Steps:
         epochs: Sequence[int],
         read: Callable[[ShownSource, int, Medium], bytes],
         src: Src,
+        decode: Decode,
     ) -> Iterator[str]:
         """Yield a sample in several epochs, as HTML.
 
         Args:
             read: returns the bytes of a media file of the sample.
             src: takes the pictures.
+            decode: an image.
 
         Raises:
             NotHere: the configuration has no such source. ValueError: it leaves the sample out.
@@ -157,7 +162,8 @@ class Steps:
         def file(number: int) -> bytes:
             return read(shown, sample, media[number])
 
-        return draws_body(source, sample, document, file, self.config.limits, epochs, src)
+        limits = self.config.limits
+        return draws_body(source, sample, document, file, limits, epochs, src, decode)
 
     def tombstones(self) -> list[str]:
         """Return what is to be said of tombstones, in lines."""

@@ -167,7 +167,9 @@ ROOMS: dict[str, set[str]] = {
         "kimi_pretrain.weights", "data_pipeline", "moonvit3d",
     },
     "launch.pages": {"data_pipeline", "moonvit3d.geometry"},
-    "launch.web": {"data_pipeline", "launch.local", "launch.pages", "moonvit3d.geometry"},
+    "launch.web": {
+        "data_pipeline", "launch.local", "launch.pages", "moonvit3d.geometry", "moonvit3d.media",
+    },
     "launch.local": {"kimi_pretrain", "data_pipeline", "typed_config"},
     "launch.slurm": {"kimi_pretrain.config", "launch.local", "typed_config"},
     "launch.chain": {"kimi_pretrain", "launch.local", "launch.slurm", "typed_config"},
@@ -202,7 +204,7 @@ WALLS: dict[str, set[str]] = {
     "alembic": {"data_pipeline.catalog"},
     "starlette": {"launch.web"},
     "jinja2": {"launch.web"},
-    "uvicorn": {"launch.cli.data_serve"},
+    "uvicorn": {"launch.web.connections"},
     "boto3": {"data_pipeline.store.open"},
     "botocore": {"data_pipeline.store.open"},
     # The bytes of samples have one door, where they are compared with the index; `data verify`

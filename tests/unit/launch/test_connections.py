@@ -1,4 +1,4 @@
-"""The web server against clients that hold connections: real sockets, a one-line application."""
+"""The web server against clients that hold connections: real sockets, a small application."""
 
 import asyncio
 import socket

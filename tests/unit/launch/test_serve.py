@@ -38,6 +38,7 @@ from launch.web import app, auth, record_pages, rejected
 from launch.web.app import application
 from launch.web.auth import Doorkeeper, Person, Role, add_token, digest, host_of, read_tokens
 from launch.web.corpus import Corpus
+from launch.web.decoder import Bounds, Decoder
 from launch.web.fresh import Fresh, manifests_of
 from launch.web.media import Kept, Media
 from launch.web.records import Records
@@ -835,6 +836,24 @@ def test_who_comes_while_steps_are_read_comes_again(viewer, late):
         assert "other steps are being planned" in problem(viewer.get("/rows?step=1&rows=1"))
         assert viewer.get("/samples").status_code == 200
     assert viewer.get("/rows?step=1&rows=1").status_code == 200
+
+
+def test_pictures_are_decoded_in_another_process(made, viewer, monkeypatch):
+    """A picture of many pixels takes no memory of the server's, nor keeps any."""
+    for name in ("read_image", "read_video"):
+        monkeypatch.setattr(f"data_pipeline.decode.{name}", lambda *_: pytest.fail("decoded here"))
+    monkeypatch.setattr(made.site.media, "_small", Kept(1 << 20))
+    for path in (
+        "/thumbnails/hostile/0", f"/thumbnails/hostile/{FILM}", "/rows?step=2&rows=16",
+        "/sources/hostile/samples/2/draws?epochs=2",
+    ):  # fmt: skip
+        assert viewer.get(path).status_code == 200, path
+    little = Decoder(Bounds(image=100))
+    monkeypatch.setattr(made.site.media, "decoder", little)
+    told = "200 x 100 pixels; only pictures of up to 100 are decoded here"
+    assert told in problem(viewer.get("/thumbnails/hostile/1"))
+    assert told in html.unescape(viewer.get("/rows?step=2&rows=16").text)
+    little.close()
 
 
 def test_draws_are_offered_of_what_is_trained_on(made):
