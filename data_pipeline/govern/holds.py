@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from data_pipeline.index.manifest import read_manifest, sources_at
+from data_pipeline.index.manifest import folders_with, read_manifest
 from data_pipeline.ingest.claim import Claim
 from data_pipeline.names import did_you_mean, listed
 from data_pipeline.store.open import (
@@ -42,25 +42,31 @@ def holds_key(source: str) -> str:
 
 
 def read_holds(store: Store, sources: Iterable[str] | None = None) -> list[Hold]:
-    """Return the holds of sources; None: of all under the root.
+    """Return the holds of sources; None: of all under the root, finished sources or not.
 
     Raises:
         ValueError: a file of holds is not as it must be: then nothing may be removed.
     """
     found: list[Hold] = []
-    for source in sources_at(store) if sources is None else sources:
+    for source in folders_with(store.list(), "holds.json") if sources is None else sources:
         try:
             given = json.loads(_read(store, holds_key(source)))
             entries = [(one["hold"], source, one["since"], one["shards"]) for one in given["holds"]]
+            if not all(isinstance(a, str) and _are_keys(keys) for a, _, _, keys in entries):
+                raise TypeError
         except MissingKey:
             continue
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(
                 f"{store.uri}/{holds_key(source)}: expected {{holds: [{{hold, since, shards}}]}}; "
                 "as long as nobody knows what is held, nothing is redacted or removed"
             ) from None
         found += [Hold(a, b, c, tuple(keys)) for a, b, c, keys in entries]
     return found
+
+
+def _are_keys(given: object) -> bool:
+    return isinstance(given, list) and all(isinstance(key, str) for key in given)
 
 
 def _read(store: Store, key: str) -> bytes:
