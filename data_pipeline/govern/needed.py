@@ -223,13 +223,18 @@ def _uploads(root: Root) -> Iterator[Thing]:
 
 
 def _bygone(root: Root) -> Iterator[Thing]:
-    """Yield older versions of objects that are not there any more and that nothing names."""
+    """Yield older versions of objects that are not there any more and that nothing names.
+
+    Of sources alone, also of those whose manifest is such a version: others' may be a rescue.
+    """
     needed = root.named_by(root.manifests) | root.held.keys()  # a version may be the rescue of one
+    ours = {*root.manifests, *root.begun()}
+    ours |= {folder_of(one.key) for one in root.bygone if one.key.endswith("/manifest.json")}
     folders: dict[str, list[Spot]] = {}
     for one in root.bygone:
-        if one.key not in needed:
+        if one.key not in needed and folder_of(one.key) in ours:
             spot = Spot(one.key, one.size, one.mark)
-            folders.setdefault(one.key.partition("/")[0], []).append(spot)
+            folders.setdefault(folder_of(one.key), []).append(spot)
     for name, spots in folders.items():
         yield Thing("versions", name, "of objects that were deleted", "", "", tuple(spots))
 

@@ -18,6 +18,7 @@ from data_pipeline.govern.holds import holds_key
 from data_pipeline.index.columns import SCHEMA
 from data_pipeline.index.manifest import IndexMismatch, manifest_key
 from data_pipeline.ingest.claim import Claim, NameTaken
+from data_pipeline.store.objects import Unfinished
 from data_pipeline.store.open import FolderStore, MemoryStore
 
 NAMES = ("a", "b", "c", "d")
@@ -459,6 +460,43 @@ def test_shards_under_a_hold_stay_when_no_manifest_names_them():
     world.hold("a", ["a/000009.tar"])
     [thing] = world.plan().things
     assert [spot.key for spot in thing.spots] == ["a/000000.redacted-0123456789ab.tar"]
+
+
+def test_older_versions_of_what_is_no_source_s_stay():
+    """A bucket keeps what people delete in their own folders: it is their way back."""
+    bygone = [
+        Unfinished(key, "v1", 5)
+        for key in ("a/.ingest/000000.npz", "gone/000000.tar", "gone/manifest.json",
+                    "raw/000000.tar", "raw/rejected.jsonl", "raw/x.tar")
+    ]  # fmt: skip
+
+    class Versioned(MemoryStore):
+        def bygone(self, prefix=""):
+            return bygone
+
+    world = World()
+    world.source("a", 1)
+    things = world.plan(Versioned(world.name)).things
+    assert [(one.kind, one.name, len(one.spots)) for one in things] == [
+        ("versions", "a", 1), ("versions", "gone", 2),
+    ]  # fmt: skip
+
+
+def test_an_unfinished_source_that_was_written_again_stays_whole():
+    """Also those of its files that are as they were: somebody goes on with it."""
+    for late in ("u/000001.tar", "u/000000.tar"):
+        world = World()
+        world.source("a", 1)
+        for number in range(2):
+            world.store.put(f"u/{number:06d}.tar", b"unfinished")
+        world.store.delete(late) if late.endswith("1.tar") else None
+        world.store.put("u/.ingest/request.json", b'{"input": 1}')
+        plan = world.plan()
+        world.store.put(late, b"by somebody who went on with it")
+        before = world.objects()
+        done = world.apply(plan)
+        assert [one[:2] for one in done.refused] == [("unfinished", "u")]
+        assert world.objects() == before
 
 
 def test_what_lies_deeper_is_another_root_s():
