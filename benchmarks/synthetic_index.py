@@ -53,7 +53,9 @@ def synthetic_index(
     }
     if shards is None:
         counts = np.bincount(filled["shard"]) if len(text) else np.zeros(0, int)
-        shards = [ShardInfo(f"{name}/{i}.tar", 0, "", int(c)) for i, c in enumerate(counts)]
+        shards = [
+            ShardInfo(f"{name}/{i:06d}.tar", 0, "0" * 64, int(c)) for i, c in enumerate(counts)
+        ]
     zeros = np.zeros(pointer[-1], np.int64)
     before = zeros if item_text_before is None else np.asarray(item_text_before)
     prefix = zeros if item_prefix is None else np.asarray(item_prefix)

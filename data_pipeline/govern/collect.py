@@ -33,13 +33,13 @@ from data_pipeline.govern.needed import (
     Root,
     contents_of,
     facts_of,
-    names_of,
     sources_that_may_go,
     spots_of,
     things_that_may_go,
 )
 from data_pipeline.index.erased import note_all_erased
-from data_pipeline.index.manifest import IndexMismatch, manifest_key
+from data_pipeline.index.manifest import IndexMismatch, folders_with, manifest_key
+from data_pipeline.index.own_keys import is_own
 from data_pipeline.ingest.claim import Claim, NameTaken
 from data_pipeline.store.objects import Unfinished, in_threads
 from data_pipeline.store.open import MissingKey, Store, StoreError
@@ -163,7 +163,7 @@ def _claimed(store: Store, plan: Plan) -> Iterator[tuple[dict[str, Claim], dict[
     Raises:
         NameTaken: somebody writes to a finished source.
     """
-    finished = {*names_of(store.list(), "manifest.json")}
+    finished = {*folders_with(store.list(), "manifest.json")}
     names = sorted(finished | {one.name for one in plan.things if one.kind != "facts"})
     busy: dict[str, str] = {}
     with ExitStack() as held:
@@ -207,7 +207,8 @@ def _left_of(
     for thing in plan.things:
         lost = thing.kind == "source" and thing.name not in root.manifests
         if lost and taken.get(thing.name) == thing.content:
-            spots = spots_of(root.store, [s.key for s in thing.spots if s.key not in needed])
+            mine = [s.key for s in thing.spots if is_own(thing.name, s.key)]
+            spots = spots_of(root.store, [key for key in mine if key not in needed])
             same = tuple(spot for spot in thing.spots if spots.get(spot.key) == spot)
             found[thing.kind, thing.name] = replace(thing, spots=same)
     return found

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from data_pipeline.index.manifest import read_manifest, sources_at
+from data_pipeline.index.manifest import folders_with, read_manifest
 from data_pipeline.ingest.claim import Claim
 from data_pipeline.names import did_you_mean, listed
 from data_pipeline.store.open import (
@@ -42,13 +42,13 @@ def holds_key(source: str) -> str:
 
 
 def read_holds(store: Store, sources: Iterable[str] | None = None) -> list[Hold]:
-    """Return the holds of sources; None: of all under the root.
+    """Return the holds of sources; None: of all under the root, finished sources or not.
 
     Raises:
         ValueError: a file of holds is not as it must be: then nothing may be removed.
     """
     found: list[Hold] = []
-    for source in sources_at(store) if sources is None else sources:
+    for source in folders_with(store.list(), "holds.json") if sources is None else sources:
         try:
             given = json.loads(_read(store, holds_key(source)))
             entries = [(one["hold"], source, one["since"], one["shards"]) for one in given["holds"]]
@@ -67,8 +67,11 @@ def read_holds(store: Store, sources: Iterable[str] | None = None) -> list[Hold]
 
 def _is_hold(entry: tuple[Any, str, Any, Any]) -> bool:
     name, _, since, shards = entry
-    strings = isinstance(shards, list) and all(isinstance(key, str) for key in shards)
-    return strings and isinstance(name, str) and isinstance(since, str)
+    return _are_keys(shards) and isinstance(name, str) and isinstance(since, str)
+
+
+def _are_keys(given: object) -> bool:
+    return isinstance(given, list) and all(isinstance(key, str) for key in given)
 
 
 def _read(store: Store, key: str) -> bytes:

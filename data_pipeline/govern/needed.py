@@ -2,8 +2,9 @@
 
 An object is needed by key, wherever it lies: a version that grew, or was reindexed, names shards in
 the folders of others. Only files in the folders of sources that have one of the names which this
-project gives (`OURS`) are ever proposed. A manifest that cannot be read, or a file of holds, ends
-it all: nobody knows what they need.
+project gives (`index.own_keys`) are ever proposed. A source goes with what is in its own folder;
+shards that it names in the folder of no source are told, and stay. A manifest that cannot be read,
+or a file of holds, ends it all: nobody knows what they need.
 """
 
 import json
@@ -14,17 +15,13 @@ from typing import Any
 
 from data_pipeline.govern.collect_plan import Records, Retired, Spot, Thing
 from data_pipeline.govern.holds import Hold, read_holds
-from data_pipeline.index.manifest import manifest_key, read_manifest_file
-from data_pipeline.store.objects import check_key, in_threads
+from data_pipeline.index.manifest import folders_with, read_manifest_file
+from data_pipeline.index.own_keys import folder_of, is_own, is_shard
+from data_pipeline.store.objects import in_threads
 from data_pipeline.store.open import MissingKey, Store
 
 LOCK = ".ingest/lock"
 THREADS = 16
-OURS = re.compile(
-    r"[0-9]{6}(\.redacted-[0-9a-f]{12})?\.tar|(manifest|provenance)\.json"
-    r"|index\.parquet|rejected\.jsonl|\.ingest/(lock|request\.json|[0-9]{6}\.npz)|\.sync/[0-9a-f]{32}"
-)
-_SHARD = re.compile(r"[0-9]{6}(\.redacted-[0-9a-f]{12})?\.tar")
 _FACTS = re.compile(r"([0-9a-f]{64})/[^/]+/facts\.parquet")
 
 
@@ -43,22 +40,21 @@ class Root:
         self.keys = store.list()
         self.manifests: dict[str, dict[str, Any]] = {}
         self.files: dict[str, bytes] = {}
-        for name in names_of(self.keys, "manifest.json"):
-            self.manifests[name], self.files[name] = _read(store, name)
-        self.holds: list[Hold] = read_holds(store, names_of(self.keys, "holds.json"))
+        for name in folders_with(self.keys, "manifest.json"):
+            self.manifests[name], self.files[name] = read_manifest_file(store, name)
+        self.holds: list[Hold] = read_holds(store, folders_with(self.keys, "holds.json"))
         self.held = {key: hold for hold in self.holds for key in hold.shards}
         self.leftovers = store.unfinished()
         # Of locks no old version: whoever looks has written a newer one.
         self.bygone = [
             one
             for one in store.bygone()
-            if OURS.fullmatch(one.key.partition("/")[2]) and not one.key.endswith(LOCK)
+            if is_own(folder_of(one.key), one.key) and not one.key.endswith(LOCK)
         ]
         self._inside: dict[str, list[str]] = {}
         for key in self.keys:
-            name, _, rest = key.partition("/")
-            if OURS.fullmatch(rest):
-                self._inside.setdefault(name, []).append(key)
+            if is_own(folder_of(key), key):
+                self._inside.setdefault(folder_of(key), []).append(key)
 
     def inside(self, name: str) -> list[str]:
         """Return the keys in the folder of a source that have a name of ours, sorted."""
@@ -93,29 +89,9 @@ class Root:
     def _refers(self, name: str) -> bool:
         try:
             request = json.loads(self.store.get(f"{name}/.ingest/request.json"))
-        except (MissingKey, ValueError):
+        except (MissingKey, ValueError, RecursionError):
             return True
         return not isinstance(request, dict) or "append to" in request
-
-
-def _read(store: Store, name: str) -> tuple[dict[str, Any], bytes]:
-    """Read a manifest, and see that it tells which shards it needs.
-
-    Raises:
-        ValueError, IndexMismatch, StoreError: it does not.
-    """
-    manifest, data = read_manifest_file(store, name)
-    try:
-        for shard in manifest["shards"]:
-            check_key(shard["key"])
-        contents_of(manifest)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(
-            f"{store.uri}/{manifest_key(name)}: does not tell its shards and its content "
-            f"({type(error).__name__}: {error}); as long as nobody knows what it needs, nothing is "
-            "collected: restore it"
-        ) from None
-    return manifest, data
 
 
 def contents_of(manifest: Mapping[str, Any]) -> frozenset[str]:
@@ -124,13 +100,6 @@ def contents_of(manifest: Mapping[str, Any]) -> frozenset[str]:
     if redacted := manifest.get("redacted"):
         found.add(redacted["made_as"])
     return frozenset(str(one) for one in found if one)
-
-
-def names_of(keys: Iterable[str], file: str) -> list[str]:
-    """Return the folders of a root in which a file of this name lies."""
-    return [
-        key.partition("/")[0] for key in keys if key.count("/") == 1 and key.endswith(f"/{file}")
-    ]
 
 
 def sources_that_may_go(
@@ -177,10 +146,24 @@ def sources_that_may_go(
         }
         lost = sorted(going.keys() & needed.keys())
         if not lost:
-            return going, kept
+            return going, kept | _of_no_source(root, going)
         for name in lost:
             kept[name] = f"{needed[name]} holds its shards by reference"
             del going[name]
+
+
+def _of_no_source(root: Root, going: Mapping[str, Retired]) -> dict[str, str]:
+    """Return the folders of no source in which lie shards that only sources name that go, and why.
+
+    Whose they are cannot be told: a stranger's manifest may name files that others keep there.
+    """
+    left = root.named_by(going) - root.named_by(root.manifests.keys() - going.keys())
+    folders = {folder_of(key) for key in left & {*root.keys}} - root.manifests.keys()
+    return {
+        name: "no source has this folder, and only sources that go name its shards: whose they are "
+        "cannot be told; remove it if no one needs it"
+        for name in folders
+    }
 
 
 def things_that_may_go(root: Root, going: Mapping[str, Retired]) -> tuple[Thing, ...]:
@@ -195,14 +178,11 @@ def things_that_may_go(root: Root, going: Mapping[str, Retired]) -> tuple[Thing,
         inside = [key for key in root.inside(name) if key not in needed]
         notes = [key for key in inside if "/." in key]
         found.append(("journal", name, "notes of an ingest or sync that is over", notes))
-        shards = [key for key in inside if _SHARD.fullmatch(key.partition("/")[2])]
+        shards = [key for key in inside if is_shard(key)]
         found.append(("shard", name, "no manifest names them", shards))
-    spoken_for: set[str] = set()
     for name in sorted(going):
-        mine = {*root.inside(name), *root.named_by([name])} & {*root.keys}
-        mine -= needed | spoken_for
-        spoken_for |= mine
-        found.append(("source", name, going[name].why, sorted(mine)))
+        mine = [key for key in root.inside(name) if key not in needed]
+        found.append(("source", name, going[name].why, mine))
     spots = spots_of(root.store, [key for *_, keys in found for key in keys])
     things = [
         Thing(
@@ -243,13 +223,18 @@ def _uploads(root: Root) -> Iterator[Thing]:
 
 
 def _bygone(root: Root) -> Iterator[Thing]:
-    """Yield older versions of objects that are not there any more and that nothing names."""
+    """Yield older versions of objects that are not there any more and that nothing names.
+
+    Of sources alone, also of those whose manifest is such a version: others' may be a rescue.
+    """
     needed = root.named_by(root.manifests) | root.held.keys()  # a version may be the rescue of one
+    ours = {*root.manifests, *root.begun()}
+    ours |= {folder_of(one.key) for one in root.bygone if one.key.endswith("/manifest.json")}
     folders: dict[str, list[Spot]] = {}
     for one in root.bygone:
-        if one.key not in needed:
+        if one.key not in needed and folder_of(one.key) in ours:
             spot = Spot(one.key, one.size, one.mark)
-            folders.setdefault(one.key.partition("/")[0], []).append(spot)
+            folders.setdefault(folder_of(one.key), []).append(spot)
     for name, spots in folders.items():
         yield Thing("versions", name, "of objects that were deleted", "", "", tuple(spots))
 

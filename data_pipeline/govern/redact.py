@@ -10,13 +10,16 @@
 4. Replaced shards that no manifest under the root names are removed, with all their versions.
 5. `purge` drops their blocks from a node's cache.
 
-A redaction that was cut off leaves a root that can be read, with old shards or new ones; the same
-command goes on, and so does the next redaction under the root.
+A manifest speaks for the shards in its own folder (`index.own_keys`). What it says of shards in
+other folders is followed only if its samples are asked for, and only where all sources agree on
+what lies there. So sources change before those that were made of them. A redaction that was cut off
+leaves a root that can be read, with old shards or new ones; the same command goes on, and so does
+the next redaction under the root wherever the folder's own manifest has changed.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
@@ -25,19 +28,27 @@ import numpy as np
 
 from data_pipeline.cache.cached_store import CacheConfig, CachedStore
 from data_pipeline.govern.holds import read_holds, refuse_held
+from data_pipeline.govern.spots import (
+    Erasure,
+    Root,
+    Spot,
+    Spots,
+    add_spots,
+    check_spots,
+    refuse_other_shards,
+    samples_at,
+    spot_of,
+)
 from data_pipeline.index.columns import ShardInfo, SourceIndex
 from data_pipeline.index.erased import note_erased, sums_of
-from data_pipeline.index.manifest import expect, manifest_key, read_index, read_manifest, sources_at
-from data_pipeline.index.redacted import erased, with_redacted
+from data_pipeline.index.manifest import expect, manifest_key, read_manifest
+from data_pipeline.index.own_keys import folder_of, place_of
+from data_pipeline.index.redacted import with_redacted
 from data_pipeline.ingest.claim import Claim
 from data_pipeline.names import listed
 from data_pipeline.plan.tombstones import samples_of, unknown_key
 from data_pipeline.store.open import FolderStore, MissingKey, S3Store, Store, StoreError
 
-Erasure = tuple[int, bytes]
-"""Offset in a shard, and the bytes that are to be there."""
-Spot = tuple[str, int]
-"""Key of a shard, and offset of a sample's document in it."""
 _MARK = ".redacted-"
 _MOST_ROUNDS = 5  # sources that come in between are taken in as often
 
@@ -56,18 +67,20 @@ class Plan:
 
     Attributes:
         indices: of the sources whose manifests change.
+            Sources that hold shards of others come after those.
         samples: source -> those to be redacted that are not yet, in the order that its manifest
             gets: that in which they were asked for. Runs go by it (`plan.redactions`).
         shards: key -> what is to stand where in it; of shards to be written anew.
-        renamed: key of a shard in a manifest -> that of the one in its place, already there.
         twins: samples that are not to be redacted and may hold the same bytes.
+        elsewhere: samples that are not to be redacted, and are redacted in another source that
+            names their shards (`of`), in whose folder these do not lie.
     """
 
     indices: Mapping[str, SourceIndex]
     samples: Mapping[str, list[int]]
     shards: Mapping[str, list[Erasure]]
-    renamed: Mapping[str, str]
     twins: Sequence[Twin]
+    elsewhere: Sequence[Twin]
 
     def __bool__(self) -> bool:
         return bool(self.indices)
@@ -92,27 +105,6 @@ class Done:
     kept: list[tuple[str, str]] = field(default_factory=list)
 
 
-class _Root:
-    """The manifests of all finished sources under a root, and which shards took others' places."""
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self.manifests = {name: read_manifest(store, name) for name in sources_at(store)}
-        self.replaced: dict[str, dict[str, Any]] = {
-            one["key"]: one for manifest in self.manifests.values() for one in _replaced(manifest)
-        }
-
-    def now(self, key: str) -> str:
-        """Return the key of the shard that is in the place of one by now."""
-        while key in self.replaced:
-            key = self.replaced[key]["by"]
-        return key
-
-    def keys_of(self, name: str) -> list[str]:
-        """Return the shards that a source's manifest names."""
-        return [shard["key"] for shard in self.manifests[name]["shards"]]
-
-
 def plan(store: Store, wanted: Mapping[str, Sequence[str]]) -> Plan:
     """Find what is to be done to redact samples, and what earlier redactions left undone.
 
@@ -121,53 +113,38 @@ def plan(store: Store, wanted: Mapping[str, Sequence[str]]) -> Plan:
         wanted: source -> keys of samples.
 
     Raises:
-        ValueError: no such source or sample, a shard is under a hold, or a source is being written
-            that may take over the shards; names it. Nothing is changed.
+        ValueError: no such source or sample, a shard is under a hold, sources do not agree on what
+            lies in a shard, or a source is being written that may take over the shards; names it.
+            Nothing is changed.
         IndexMismatch, StoreError: a source cannot be read.
     """
-    root = _Root(store)
-    spots: dict[str, dict[int, list[Erasure]]] = {}
-    orders: dict[str, list[int]] = {}
-    indices: dict[str, SourceIndex] = {}
-
-    def index_of(name: str) -> SourceIndex:
-        if name not in indices:
-            indices[name] = read_index(store, name)
-        return indices[name]
-
-    for name in sorted(wanted):
-        if name not in root.manifests:
-            there = listed(sorted(root.manifests))
-            raise ValueError(f"{store.uri}: no finished source {name!r}; there are: {there}")
-        orders[name] = _numbers(store, index_of(name), wanted[name])
-    for name, manifest in root.manifests.items():
-        if "redacted" in manifest:
-            orders[name] = [*orders.get(name, ()), *index_of(name).redacted]
+    root = Root(store)
+    orders = _orders(root, wanted)
+    spots: Spots = {}
     places: dict[Spot, int] = {}
     for name, numbers in orders.items():
-        _add_spots(spots, root, index_of(name), numbers)
+        add_spots(spots, root, root.index(name), numbers)
         for number in numbers:
-            places.setdefault(_spot(root, index_of(name), number), len(places))
+            places.setdefault(spot_of(root.index(name), number), len(places))
     _refuse_unfinished(store, root)
     changed: dict[str, SourceIndex] = {}
     samples: dict[str, list[int]] = {}
     shards: dict[str, list[Erasure]] = {}
-    renamed: dict[str, str] = {}
-    for name in root.manifests:
-        stale = {key: root.now(key) for key in root.keys_of(name) if root.now(key) != key}
-        if not stale and not any(key in spots for key in root.keys_of(name)):
+    for name in root.owners_first():
+        if not root.places[name] & spots.keys():
             continue
-        index = index_of(name)
-        new = _in_order(root, index, spots, orders.get(name, ()), places)
-        if not stale and not new:
+        index = root.index(name)
+        check_spots(root, name, spots)
+        if not (new := _in_order(index, spots, orders.get(name, ()), places)):
             continue
         changed[name], samples[name] = index, new
-        renamed |= stale
         for number in new:
-            key = root.now(index.shards[index.shard[number]].key)
-            shards[key] = [one for found in spots[key].values() for one in found]
+            key = index.shards[index.shard[number]].key
+            shards[key] = [one for found in spots[place_of(key)].values() for one in found]
+    refuse_other_shards(root, changed)
     refuse_held(store, shards)
-    return Plan(changed, samples, shards, renamed, _twins(changed, samples))
+    elsewhere = _elsewhere(root, spots)
+    return Plan(changed, samples, shards, _twins(changed, samples), elsewhere)
 
 
 def held(store: Store, wanted: Mapping[str, Sequence[str]]) -> dict[str, list[int]]:
@@ -180,18 +157,17 @@ def held(store: Store, wanted: Mapping[str, Sequence[str]]) -> dict[str, list[in
         ValueError: a source has no sample of such a key.
         IndexMismatch, StoreError: a source cannot be read.
     """
-    root = _Root(store)
-    spots: dict[str, dict[int, list[Erasure]]] = {}
-    indices: dict[str, SourceIndex] = {}
+    root = Root(store)
+    spots: dict[str, set[int]] = {}
     for name in sorted({*wanted} & {*root.manifests}):
-        index = indices[name] = read_index(store, name)
-        _add_spots(spots, root, index, _numbers(store, index, wanted[name]))
+        index = root.index(name)
+        for number in _numbers(store, index, wanted[name]):
+            place, offset = spot_of(index, number)
+            spots.setdefault(place, set()).add(offset)
     found: dict[str, list[int]] = {}
     for name in root.manifests:
-        if any(root.now(key) in spots for key in root.keys_of(name)):
-            index = indices.get(name) or read_index(store, name)
-            if numbers := _samples_at(index, spots, root):
-                found[name] = numbers
+        if root.places[name] & spots.keys() and (numbers := samples_at(root.index(name), spots)):
+            found[name] = numbers
     return found
 
 
@@ -217,24 +193,24 @@ def carry_out(
             break
         with ExitStack() as claims:
             held = [claims.enter_context(Claim(store, name)) for name in sorted(todo.indices)]
+            refuse_held(store, todo.shards)  # by now; from here on nobody can put a hold on them
             infos = _write_shards(store, todo, done, progress)
             for claim in held:
                 claim.check()
-            for name in sorted(todo.indices):
+            for name in todo.indices:
                 progress(f"{name}/manifest.json")
                 _write_manifest(store, todo, name, infos, done)
     else:
         raise ValueError(f"{store.uri}: sources that hold these samples keep coming; run it again")
-    _remove_replaced(store, done, progress)
+    _remove_replaced(store, wanted, done, progress)
     return done
 
 
 def replaced_shards(store: Store) -> list[ShardInfo]:
-    """Return the shards under a root in whose places redacted ones are."""
-    return [
-        ShardInfo(one["key"], one["size"], one["sha256"], 0)
-        for one in _Root(store).replaced.values()
-    ]
+    """Return the shards in whose places redacted ones are, as the manifests under a root say."""
+    manifests = Root(store).manifests.values()
+    gone = {one["key"]: one for manifest in manifests for one in _replaced(manifest)}
+    return [ShardInfo(one["key"], one["size"], one["sha256"], 0) for one in gone.values()]
 
 
 def purge(store: Store, config: CacheConfig) -> int:
@@ -256,20 +232,40 @@ def _replaced(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
     return manifest.get("redacted", {}).get("replaced", [])
 
 
-def _add_spots(
-    spots: dict[str, dict[int, list[Erasure]]],
-    root: _Root,
-    index: SourceIndex,
-    numbers: Sequence[int],
-) -> None:
-    """Note of samples where they lie (shard, offset of the document) and what is to be there."""
-    for number in numbers:
-        key, offset = _spot(root, index, number)
-        spots.setdefault(key, {})[offset] = list(erased(index, number))
+def _orders(root: Root, wanted: Mapping[str, Sequence[str]]) -> dict[str, list[int]]:
+    """Return the samples to be redacted by source: those wanted, and those that are already.
+
+    The latter only of shards in a source's own folder: sources that were made of it follow it.
+    """
+    orders: dict[str, list[int]] = {}
+    for name in sorted(wanted):
+        if name not in root.manifests:
+            there = listed(sorted(root.manifests))
+            raise ValueError(f"{root.store.uri}: no finished source {name!r}; there are: {there}")
+        orders[name] = _numbers(root.store, root.index(name), wanted[name])
+    for name in root.manifests:
+        if own := root.redacted(name, own=True):
+            orders[name] = [*orders.get(name, ()), *own]
+    return orders
 
 
-def _spot(root: _Root, index: SourceIndex, number: int) -> Spot:
-    return root.now(index.shards[index.shard[number]].key), int(index.json_offset[number])
+def _elsewhere(root: Root, spots: Spots) -> list[Twin]:
+    """Return samples that are redacted by a source in others' folders, where these have them."""
+    asked: dict[str, dict[int, str]] = {}
+    for name in root.manifests:
+        for number in root.redacted(name, own=False):
+            place, offset = spot_of(root.index(name), number)
+            if offset not in spots.get(place, ()):
+                asked.setdefault(place, {}).setdefault(offset, name)
+    found: list[Twin] = []
+    for name in root.manifests:
+        if not root.places[name] & asked.keys():
+            continue
+        index = root.index(name)
+        for number in sorted({*samples_at(index, asked)} - {*index.redacted}):
+            place, offset = spot_of(index, number)
+            found.append(Twin(name, index.key_of(number), asked[place][offset]))
+    return found
 
 
 def _numbers(store: Store, index: SourceIndex, keys: Sequence[str]) -> list[int]:
@@ -281,26 +277,8 @@ def _numbers(store: Store, index: SourceIndex, keys: Sequence[str]) -> list[int]
     return numbers
 
 
-def _samples_at(
-    index: SourceIndex, spots: Mapping[str, Mapping[int, object]], root: _Root
-) -> list[int]:
-    """Return the samples of a source that lie at some spots (shard, offset of the document)."""
-    found: list[int] = []
-    for number, shard in enumerate(index.shards):
-        if (spot := spots.get(root.now(shard.key))) is None:
-            continue
-        first, end = np.searchsorted(index.shard, [number, number + 1]).tolist()
-        offsets = index.json_offset[first:end]
-        found += (first + np.flatnonzero(np.isin(offsets, list(spot)))).tolist()
-    return found
-
-
 def _in_order(
-    root: _Root,
-    index: SourceIndex,
-    spots: Mapping[str, Mapping[int, object]],
-    own: Sequence[int],
-    places: Mapping[Spot, int],
+    index: SourceIndex, spots: Spots, own: Sequence[int], places: Mapping[Spot, int]
 ) -> list[int]:
     """Return the samples of a source at some spots that are not redacted yet, in order.
 
@@ -309,18 +287,18 @@ def _in_order(
         places: place of each spot in the order of all sources: for the samples that are not in
             `own`.
     """
-    new = {*_samples_at(index, spots, root)} - {*index.redacted}
+    new = {*samples_at(index, spots)} - {*index.redacted}
     first = [number for number in dict.fromkeys(own) if number in new]
     rest = new - {*first}
-    return first + sorted(rest, key=lambda number: places[_spot(root, index, number)])
+    return first + sorted(rest, key=lambda number: places[spot_of(index, number)])
 
 
-def _refuse_unfinished(store: Store, root: _Root) -> None:
+def _refuse_unfinished(store: Store, root: Root) -> None:
     """Refuse while a source is made of another one: its manifest would name shards that go."""
     names = {key.split("/")[0] for key in store.list() if "/.ingest/" in key}
     for name in sorted(names - {*root.manifests}):
         request: object = None
-        with suppress(MissingKey, ValueError):
+        with suppress(MissingKey, ValueError, RecursionError):
             request = json.loads(store.get(f"{name}/.ingest/request.json"))
         if not isinstance(request, dict) or "append to" in request:
             raise ValueError(
@@ -359,31 +337,32 @@ def _write_shards(
     infos: dict[str, ShardInfo] = {}
     for key in sorted(todo.shards):
         progress(key)
-        data = bytearray(store.get(key))
-        # Of a renamed shard only the size is known here: no manifest of these names it.
-        before = known.get(key)
-        if before is not None:
-            found = hashlib.sha256(data).hexdigest()
-            expect(f"{store.uri}/{key}", "SHA-256", found, before.sha256)
+        before, data = known[key], bytearray(store.get(key))
+        found = hashlib.sha256(data).hexdigest()
+        expect(f"{store.uri}/{key}", "SHA-256", found, before.sha256)
         for offset, body in todo.shards[key]:
-            if offset + len(body) > len(data):
+            if not 0 <= offset <= len(data) - len(body):
                 expect(f"{store.uri}/{key}", "size", len(data), f"{offset + len(body)} or more")
             data[offset : offset + len(body)] = body
         sha256 = hashlib.sha256(data).hexdigest()
-        samples = before.samples if before is not None else 0
-        info = ShardInfo(_new_key(key, sha256), len(data), sha256, samples)
-        if before is None or sha256 != before.sha256:
+        if sha256 == before.sha256:
+            continue  # erased already
+        info = ShardInfo(_new_key(key, sha256), len(data), sha256, before.samples)
+        if not _has(store, info):  # one that another source names already, as a rule
             store.put(info.key, bytes(data))
             there = hashlib.sha256(store.get(info.key)).hexdigest()
             expect(f"{store.uri}/{info.key}", "SHA-256", there, sha256)
             done.shards.append(info.key)
         infos[key] = info
-    for old, new in todo.renamed.items():
-        if new not in infos:
-            data = store.get(new)
-            infos[new] = ShardInfo(new, len(data), hashlib.sha256(data).hexdigest(), 0)
-        infos[old] = infos[new]
     return infos
+
+
+def _has(store: Store, shard: ShardInfo) -> bool:
+    """Whether a shard is there, byte for byte."""
+    try:
+        return hashlib.sha256(store.get(shard.key)).hexdigest() == shard.sha256
+    except MissingKey:
+        return False
 
 
 def _new_key(key: str, sha256: str) -> str:
@@ -411,21 +390,39 @@ def _write_manifest(
         "redacted": {"made_as": new.made_as, "samples": numbers, "replaced": replaced},
     }
     text = json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"
-    note_erased(store, index, todo.samples[name])
+    note_erased(store, name, index, todo.samples[name])
     store.put(manifest_key(name), text.encode())
     done.samples[name] = done.samples.get(name, 0) + len(todo.samples[name])
     before = done.contents.get(name, (index.content_hash, ""))[0]
     done.contents[name] = (before, new.content_hash)
 
 
-def _remove_replaced(store: Store, done: Done, progress: Callable[[str], None]) -> None:
-    """Remove replaced shards that no manifest names, in all versions, and what writers left."""
-    root = _Root(store)
-    named = {key for name in root.manifests for key in root.keys_of(name)}
+def _remove_replaced(
+    store: Store,
+    wanted: Mapping[str, Sequence[str]],
+    done: Done,
+    progress: Callable[[str], None],
+) -> None:
+    """Remove replaced shards that nobody needs, in all versions, and what writers left.
+
+    Those in the folder of the source that says so; of sources whose samples were asked for also
+    those that lie in no other source's folder.
+    """
+    root, there = Root(store), {*store.list()}
+    mine: dict[str, tuple[str, dict[str, Any]]] = {}
+    others: dict[str, str] = {}
+    for name, manifest in root.manifests.items():
+        for one in _replaced(manifest):
+            key, owner = one["key"], root.owner(place_of(one["key"]))
+            if folder_of(key) == name or (owner is None and name in wanted):
+                mine[key] = name, one
+            else:
+                others[key] = name
+    named = {one["key"]: name for name, m in root.manifests.items() for one in m["shards"]}
     holds = {key: hold.name for hold in read_holds(store) for key in hold.shards}
-    for key in sorted({*root.replaced} - named):
-        if key in holds:  # put on it after it was replaced and could not be removed
-            done.kept.append((key, f"under hold {holds[key]!r}"))
+    for key in sorted(mine):
+        if reason := _needed(root, key, *mine[key], there, named, holds):
+            done.kept.append((key, reason))
             continue
         progress(f"remove {key}")
         try:
@@ -433,8 +430,41 @@ def _remove_replaced(store: Store, done: Done, progress: Callable[[str], None]) 
                 done.removed.append(key)
         except StoreError as error:
             done.kept.append((key, str(error)))
-    for folder in sorted({key.rpartition("/")[0] for key in root.replaced}):
+    for key in sorted((others.keys() & there) - mine.keys() - named.keys()):
+        reason = f"{others[key]} says that it was replaced, and it is not in its folder"
+        done.kept.append((key, f"{reason}: remove it if no one needs it"))
+    for folder in sorted({folder_of(key) for key in mine}):
         if isinstance(store, S3Store):
             store.remove_uploads(f"{folder}/", lambda _: False)
         elif isinstance(store, FolderStore):
             store.remove_unfinished(folder)
+
+
+def _needed(
+    root: Root,
+    key: str,
+    name: str,
+    replaced: Mapping[str, Any],
+    there: Set[str],
+    named: Mapping[str, str],
+    holds: Mapping[str, str],
+) -> str | None:
+    """Return why a replaced shard may not be removed; None: it may.
+
+    Args:
+        name, replaced: the source that says that it was replaced, and what it says.
+        there: keys of all objects.
+        named: key of a shard -> a source whose manifest names it.
+        holds: key of a shard -> the hold that it is under.
+    """
+    if key in holds:  # put on it after it was replaced and could not be removed
+        return f"under hold {holds[key]!r}"
+    if key in named:
+        return f"{named[key]} names it still: kimi-pretrain data verify {root.store.uri}"
+    now = [s for s in root.manifests[name]["shards"] if place_of(s["key"]) == place_of(key)]
+    if any(shard["key"] not in there for shard in now):
+        return f"{now[0]['key']}, which is to be in its place, is not there: restore it"
+    info = ShardInfo(key, replaced["size"], replaced["sha256"], 0)
+    if key in there and not _has(root.store, info):
+        return f"it has other bytes than {name} says: somebody wrote it again"
+    return None

@@ -14,11 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from data_pipeline.index.columns import SourceIndex
-from data_pipeline.index.manifest import expect, index_key, index_of, read_manifest
+from data_pipeline.index.manifest import (
+    expect,
+    index_key,
+    index_of,
+    read_manifest,
+    read_table,
+)
 from data_pipeline.store.objects import in_threads
 from data_pipeline.store.open import FolderStore, MissingBucket, MissingKey, Store
 
@@ -92,20 +96,21 @@ def read_erased(store: Store) -> Erased:
     return found
 
 
-def note_erased(store: Store, index: SourceIndex, samples: Sequence[int]) -> None:
+def note_erased(store: Store, name: str, index: SourceIndex, samples: Sequence[int]) -> None:
     """Write down samples of a source, beside those that were noted before.
 
     Args:
+        name: folder of the source; a manifest may give another name.
         index: has the checksums that the samples had before they were redacted.
     """
-    known = _read(store, index.name)
+    known = _read(store, name)
     sums = [sums_of(index, sample) for sample in samples]
     told = {
         (one[0][1], digest(index.key_of(sample), one)) for sample, one in zip(samples, sums)
     } | {*known}
     if told != {*known}:
         text = json.dumps({"erased": sorted(told)}, indent=1) + "\n"
-        store.put(erased_key(index.name), text.encode())
+        store.put(erased_key(name), text.encode())
 
 
 def note_all_erased(store: Store, name: str) -> None:
@@ -120,8 +125,8 @@ def note_all_erased(store: Store, name: str) -> None:
         sha256 = hashlib.sha256(data).hexdigest()
         expect(f"{store.uri}/{name}", "index_sha256", sha256, manifest["index_sha256"])
         # With the checksums that the samples had.
-        index = index_of(pq.ParquetFile(pa.BufferReader(data)).read(), manifest, sha256)
-        note_erased(store, index, samples)
+        index = index_of(read_table(data), manifest, sha256)
+        note_erased(store, name, index, samples)
 
 
 def _read(store: Store, name: str) -> list[tuple[int, str]]:
@@ -140,5 +145,5 @@ def _read(store: Store, name: str) -> list[tuple[int, str]]:
 def _parsed(text: bytes) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None

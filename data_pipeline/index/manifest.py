@@ -29,6 +29,7 @@ from data_pipeline.index.columns import (
     ShardInfo,
     SourceIndex,
 )
+from data_pipeline.index.own_keys import check_form, first_shards
 from data_pipeline.index.redacted import with_redacted
 from data_pipeline.names import did_you_mean
 from data_pipeline.store.open import MissingBucket, MissingKey, Store, StoreError
@@ -121,6 +122,7 @@ def write_index(
     }
     if index.redacted:  # in a source whose shards this one holds by reference
         manifest["redacted"] = {"made_as": "", "samples": list(index.redacted), "replaced": []}
+    check_form(manifest)
     store.put(index_key(index.name), data)
     text = json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"
     new = store.put_new(manifest_key(index.name), text.encode())
@@ -143,8 +145,13 @@ def refuse_finished(store: Store, name: str) -> None:
 
 def sources_at(store: Store) -> list[str]:
     """Names of the finished sources under a store's root, sorted."""
-    keys = (key.split("/") for key in store.list())
-    return sorted(parts[0] for parts in keys if len(parts) == 2 and parts[1] == "manifest.json")
+    return folders_with(store.list(), "manifest.json")
+
+
+def folders_with(keys: Iterable[str], file: str) -> list[str]:
+    """Return the folders of a root in which a file of this name lies, sorted."""
+    parts = (key.split("/") for key in keys)
+    return sorted(found[0] for found in parts if len(found) == 2 and found[1] == file)
 
 
 def read_index(store: Store, name: str) -> SourceIndex:
@@ -152,14 +159,21 @@ def read_index(store: Store, name: str) -> SourceIndex:
 
     Raises:
         MissingKey: there is no manifest: no such source, or its ingest did not finish.
-        IndexMismatch: another schema, or an index that is not the manifest's.
+        IndexMismatch: another schema, an index that is not the manifest's, or redactions of
+            another source.
         ValueError: the name is one of a version in the catalogue.
     """
     where, manifest = f"{store.uri}/{name}", read_manifest(store, name)
     data = store.get(index_key(name))
     sha256 = hashlib.sha256(data).hexdigest()
     expect(where, "index_sha256", sha256, manifest["index_sha256"])
-    index = index_of(pq.ParquetFile(pa.BufferReader(data)).read(), manifest, sha256)
+    table = read_table(data)
+    index = index_of(table, manifest, sha256)
+    if index.made_as:
+        first = {**manifest, "shards": first_shards(manifest)}
+        del first["redacted"]
+        made_as = index_of(table, first, sha256).content_hash
+        expect(where, "redacted.made_as", index.made_as, made_as)
     expect(where, "samples", index.num_samples, manifest["samples"])
     expect(where, "items", index.num_items, manifest["items"])
     expect(where, "content_hash", index.content_hash, manifest["content_hash"])
@@ -167,7 +181,7 @@ def read_index(store: Store, name: str) -> SourceIndex:
 
 
 def read_manifest(store: Store, name: str) -> dict[str, Any]:
-    """Read a source's manifest alone, whose schema is checked.
+    """Read a source's manifest alone, whose schema and form are checked (`own_keys`).
 
     Raises:
         MissingKey, IndexMismatch, ValueError: as `read_index`.
@@ -192,7 +206,7 @@ def read_manifest_file(store: Store, name: str) -> tuple[dict[str, Any], bytes]:
             f"{where}: no manifest.json, so no finished source of this name; "
             f"{_others(store, name)}check the name or run the ingest (again)"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # not JSON, or nested a thousand levels deep
         raise IndexMismatch(f"{where}/manifest.json: not JSON; ingest the source again") from error
     found = manifest.get("schema") if isinstance(manifest, dict) else None
     if found != SCHEMA:
@@ -200,6 +214,13 @@ def read_manifest_file(store: Store, name: str) -> tuple[dict[str, Any], bytes]:
             f"{where}/manifest.json: schema is {found!r}, this version reads {SCHEMA!r}; ingest "
             "the source again or use the version that wrote it"
         )
+    try:
+        check_form(manifest)
+    except ValueError as error:
+        raise IndexMismatch(
+            f"{where}/manifest.json: does not have its form: {error}; nothing is read, copied or "
+            "removed by it: restore it, or ingest the source again"
+        ) from error
     return manifest, data
 
 
@@ -244,6 +265,18 @@ def _to_parquet(index: SourceIndex) -> bytes:
     sink = io.BytesIO()
     pq.write_table(table_of(index), sink, compression="zstd")
     return sink.getvalue()
+
+
+def read_table(data: bytes) -> pa.Table:
+    """Return the rows of an index's file.
+
+    Arrow reads a copy in its own memory. Its threads may release the file's bytes after the last
+    row has been read: if these were Python's, a process that ends at that moment would abort,
+    because such a thread asks for the interpreter's lock.
+    """
+    copy = pa.allocate_buffer(len(data))
+    memoryview(copy).cast("B")[:] = data
+    return pq.ParquetFile(pa.BufferReader(copy)).read()
 
 
 def table_of(index: SourceIndex) -> pa.Table:

@@ -47,7 +47,7 @@ def with_redacted(index: SourceIndex, samples: Sequence[int], made_as: str) -> S
         made_as: see `SourceIndex`.
 
     Raises:
-        ValueError: the source does not have such samples.
+        ValueError: the source does not have such samples, or they do not lie in their shards.
     """
     numbers = [int(sample) for sample in samples]
     if len(set(numbers)) != len(numbers) or not all(0 <= n < index.num_samples for n in numbers):
@@ -55,6 +55,7 @@ def with_redacted(index: SourceIndex, samples: Sequence[int], made_as: str) -> S
             f"source {index.name!r}: its manifest calls samples {numbers[:20]} redacted; expected "
             f"different numbers below {index.num_samples}"
         )
+    _refuse_outside(index, numbers)
     document_crc, media_crc = index.json_crc.copy(), index.item_crc.copy()
     for sample in numbers:
         document_crc[sample] = crc32(erased_document(int(index.json_length[sample])))
@@ -63,6 +64,21 @@ def with_redacted(index: SourceIndex, samples: Sequence[int], made_as: str) -> S
     return replace(
         index, json_crc=document_crc, item_crc=media_crc, redacted=tuple(numbers), made_as=made_as
     )
+
+
+def _refuse_outside(index: SourceIndex, samples: Sequence[int]) -> None:
+    """Refuse samples that do not lie in their shards: bytes of others would be overwritten."""
+    for sample in samples:
+        size = index.shards[index.shard[sample]].size
+        first, end = index.item_ptr[sample : sample + 2].tolist()
+        starts = [int(index.json_offset[sample]), *index.item_offset[first:end].tolist()]
+        lengths = [int(index.json_length[sample]), *index.item_length[first:end].tolist()]
+        for start, length in zip(starts, lengths):
+            if start < 0 or length < 0 or start + length > size:
+                raise ValueError(
+                    f"source {index.name!r}, sample {index.key_of(sample)!r}: {length} bytes from "
+                    f"offset {start}, but its shard has {size}; ingest the source again"
+                )
 
 
 @lru_cache(maxsize=4096)

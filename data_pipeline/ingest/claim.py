@@ -174,7 +174,7 @@ class Claim:
                 continue  # it was written in between
             try:
                 found = json.loads(data)
-            except ValueError:
+            except (ValueError, RecursionError):
                 found = {}
             return found if isinstance(found, dict) else {}, etag
 

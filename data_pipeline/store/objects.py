@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.store.patient import AWAY, patiently
+from data_pipeline.store.plain_file import SpecialFile, open_plain
 from data_pipeline.store.stats import Counted, StoreStats
 
 T = TypeVar("T")
@@ -420,7 +421,7 @@ class FolderStore(Counted):
         self.count(requests=1)
 
         def read() -> bytes:
-            with self._path(key).open("rb") as file:
+            with open_plain(self._path(key)) as file:
                 info = self._info(os.fstat(file.fileno()))
                 if etag is not None and info.etag != etag:
                     raise object_changed(f"{self.uri}/{key}", etag)
@@ -431,6 +432,8 @@ class FolderStore(Counted):
             data = self._again(read, key)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise self._missing(key) from None
+        except SpecialFile as error:
+            raise MissingKey(f"{self.uri}/{key}: {error.strerror}, and restore the file") from None
         except PermissionError:
             raise access_denied(f"{self.uri}/{key}", "the file may not be read") from None
         self.count(bytes=len(data))

@@ -9,22 +9,19 @@ Anything else in a source's folder is not part of it.
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from data_pipeline.index.manifest import (
-    IndexMismatch,
     index_key,
     manifest_key,
     provenance_key,
     read_manifest_file,
 )
+from data_pipeline.index.own_keys import folder_of
 from data_pipeline.index.shards import check_source_name
 from data_pipeline.names import did_you_mean
-from data_pipeline.store.objects import check_key
 from data_pipeline.store.open import MissingKey, Store
 
 _TOKENIZERS = "tokenizer"
-_OWN = ("manifest.json", "index.parquet", "provenance.json", "rejected.jsonl")
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ class Item:
     @property
     def folder(self) -> str:
         """The folder of the root that it lies in: that of a source, as a rule."""
-        return self.key.partition("/")[0]
+        return folder_of(self.key)
 
 
 @dataclass(frozen=True)
@@ -126,47 +123,19 @@ def read_contents(store: Store, name: str, ranks: RankFiles) -> Contents:
 
     Raises:
         MissingKey: there is no such source, or its index is gone.
-        IndexMismatch: the manifest does not have its form, or names what is no shard.
+        IndexMismatch: the manifest does not have its form, or names what is no shard
+            (`own_keys.check_form`).
     """
     manifest, data = read_manifest_file(store, name)
-    where = f"{store.uri}/{manifest_key(name)}"
-    try:
-        shards = tuple(_shard(where, shard) for shard in manifest["shards"])
-        index = Item(index_key(name), store.head(index_key(name)).size, manifest["index_sha256"])
-        tokenizer, content_hash = manifest["tokenizer"], manifest["content_hash"]
-        ranks_file = ranks.find(tokenizer["sha256"])
-        tokenizer_name = "" if ranks_file else str(tokenizer["name"])
-    except (KeyError, TypeError) as error:
-        raise IndexMismatch(
-            f"{where}: does not have its form ({type(error).__name__}: {error}); restore it, or "
-            "ingest the source again"
-        ) from error
-    if len({shard.key for shard in shards}) < len(shards):
-        raise IndexMismatch(f"{where}: names a shard twice; ingest the source again")
+    shards = tuple(Item(s["key"], s["size"], s["sha256"]) for s in manifest["shards"])
+    index = Item(index_key(name), store.head(index_key(name)).size, manifest["index_sha256"])
+    tokenizer = manifest["tokenizer"]
+    ranks_file = ranks.find(tokenizer["sha256"])
+    tokenizer_name = "" if ranks_file else tokenizer["name"]
     others = [index, *_present(store, sidecars(name))]
     if ranks_file is not None:
         others.append(ranks_file)
-    return Contents(name, data, content_hash, shards, tuple(others), tokenizer_name)
-
-
-def _shard(where: str, shard: dict[str, Any]) -> Item:
-    """A shard as the manifest names it; one that would overwrite other files is refused."""
-    key, size, sha256 = shard["key"], shard["size"], shard["sha256"]
-    try:
-        parts = check_key(key).split("/")
-    except (ValueError, AttributeError):
-        parts = []
-    hidden = any(part.startswith(".") for part in parts)
-    if len(parts) < 2 or hidden or parts[0] == _TOKENIZERS or parts[-1] in _OWN:
-        raise IndexMismatch(
-            f"{where}: shard {key!r} is no key of a shard, expected such as NAME/000000.tar"
-        )
-    if type(size) is not int or size < 0 or not isinstance(sha256, str):
-        raise IndexMismatch(
-            f"{where}: shard {key!r} has size {size!r} and sha256 {sha256!r}, expected a number "
-            "and a text"
-        )
-    return Item(key, size, sha256)
+    return Contents(name, data, manifest["content_hash"], shards, tuple(others), tokenizer_name)
 
 
 def _present(store: Store, keys: Iterable[str]) -> list[Item]:

@@ -90,8 +90,8 @@ def refuse_undoing(source: Store, target: Store, missing: Mapping[str, Set[str]]
         for key in sorted(wanted & gone):
             raise OtherContent(
                 f"{target.uri}/{key}: was replaced there by a redaction of {name!r}, and "
-                f"{source.uri} still has the redacted samples in it; redact them there first: "
-                f"kimi-pretrain data redact {source.uri}"
+                f"{source.uri} still has the redacted samples in it; nothing was changed; "
+                f"{_advice(source, f'{target.uri}/{name}')}"
             )
     erased = read_erased(target) if wanted else Erased()
     for name in sorted(one for one in missing if missing[one]) if erased.by_crc else ():
@@ -104,9 +104,16 @@ def refuse_undoing(source: Store, target: Store, missing: Mapping[str, Set[str]]
         if keys:
             raise OtherContent(
                 f"{target.uri}/{name}: {len(keys):,} of its samples were erased there, and "
-                f"{source.uri} still has them: {listed(keys)}; nothing was changed; redact them "
-                f"there first: kimi-pretrain data redact {source.uri}"
+                f"{source.uri} still has them: {listed(keys)}; nothing was changed; "
+                f"{_advice(source, f'what an erased.json says in {target.uri}')}"
             )
+
+
+def _advice(source: Store, said: str) -> str:
+    return (
+        "if their deletion was asked for, redact them there, too: kimi-pretrain data redact "
+        f"{source.uri}; if nobody did, do not trust {said}: remove it"
+    )
 
 
 def _manifest(store: Store, name: str) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_pipeline.index.manifest import manifest_key
+from data_pipeline.index.own_keys import folder_of
 from data_pipeline.store.open import FolderStore, MissingBucket, MissingKey, ObjectInfo, Store
 from data_pipeline.sync.contents import Contents, Item
 from data_pipeline.sync.rate import Meter, Rate
@@ -104,7 +105,7 @@ class _Look:
             self._read_source(one)
         owners = {item.folder for one in found for item in one.shards}
         for folder in sorted(owners - self.published):
-            self._vouch(self._manifest(folder))
+            self._vouch(self._manifest(folder), folder)
 
     def _manifest(self, name: str) -> bytes | None:
         try:
@@ -154,11 +155,13 @@ class _Look:
             "somebody changed one of them by hand: restore it"
         )
 
-    def _vouch(self, manifest: bytes | None) -> None:
+    def _vouch(self, manifest: bytes | None, folder: str | None = None) -> None:
+        """Believe what a manifest says of its shards; one of another source, of its own folder."""
         shards = _parsed(manifest or b"").get("shards")
         for shard in shards if isinstance(shards, list) else ():
-            if isinstance(shard, dict) and isinstance(shard.get("key"), str):
-                self._vouched[shard["key"]] = shard.get("size"), shard.get("sha256")
+            key = shard.get("key") if isinstance(shard, dict) else None
+            if isinstance(key, str) and folder in (None, folder_of(key)):
+                self._vouched[key] = shard.get("size"), shard.get("sha256")
 
     def _head(self, key: str) -> ObjectInfo | None:
         try:
@@ -197,7 +200,7 @@ class _Look:
 def _parsed(manifest: bytes) -> dict[str, Any]:
     try:
         found = json.loads(manifest)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
+from data_pipeline.store.plain_file import open_plain
 from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable, is_transient
 from kimi_pretrain.checkpoint.manifest import Fingerprint
 from moonvit3d.safetensors_io import (
@@ -101,7 +102,7 @@ class FolderFiles(Files):
     @contextmanager
     def _open(self, name: str) -> Iterator[BinaryIO]:
         try:
-            with (self.folder / name).open("rb") as file:
+            with open_plain(self.folder / name) as file:
                 yield file
         except (FileNotFoundError, NotADirectoryError):
             raise _missing(self.where(name)) from None

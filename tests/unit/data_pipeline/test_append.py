@@ -106,7 +106,7 @@ def test_a_sample_that_was_erased_here_is_rejected_also_when_its_source_is_gone(
     for key in erased:
         carry_out(store, {"gone": [key]})
     gone, noted = read_index(store, "gone"), store.get("gone/erased.json")
-    note_erased(store, gone, gone.redacted)  # as of one that was made of a redacted source
+    note_erased(store, "gone", gone, gone.redacted)  # as of one that was made of a redacted source
     assert read_erased(store).among(gone) == []
     store.put("gone/erased.json", noted)
     index = store.get("gone/index.parquet")

@@ -18,9 +18,11 @@ from data_pipeline.govern.holds import holds_key
 from data_pipeline.index.columns import SCHEMA
 from data_pipeline.index.manifest import IndexMismatch, manifest_key
 from data_pipeline.ingest.claim import Claim, NameTaken
+from data_pipeline.store.objects import Unfinished
 from data_pipeline.store.open import FolderStore, MemoryStore
 
 NAMES = ("a", "b", "c", "d")
+SHA256 = "0123456789ab" + "0" * 52
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 LATER = NOW + timedelta(days=7)
 FRESH = (f"{number}" for number in count())
@@ -90,9 +92,10 @@ class World:
             self.store.put(f"{name}/{file}", file.encode())
 
     def manifest(self, name, keys, redacted=None):
-        shards = [{"key": key, "size": 1, "sha256": "0"} for key in keys]
-        found = {"schema": SCHEMA, "name": name, "shards": shards, "index_sha256": "0"}
-        found |= {"content_hash": f"content of {name} {keys}"}
+        shards = [{"key": key, "size": 1, "sha256": SHA256, "samples": 1} for key in keys]
+        found = {"schema": SCHEMA, "name": name, "shards": shards, "index_sha256": SHA256}
+        found |= {"category": "text", "tokenizer": {"name": "t", "sha256": SHA256}}
+        found |= {"samples": len(keys), "items": 0, "content_hash": f"content of {name} {keys}"}
         if redacted:
             found["redacted"] = redacted
         self.store.put(manifest_key(name), json.dumps(found).encode())
@@ -245,9 +248,9 @@ def worlds(draw):
         for name in names:
             if key in (keys := world.shards(name)):
                 keys = [new if one == key else one for one in keys]
-                replaced = [{"key": key, "by": new}]
-                made = world.read(name)["content_hash"]
-                world.manifest(name, keys, {"made_as": made, "replaced": replaced})
+                replaced = [{"key": key, "size": 1, "sha256": SHA256, "by": new}]
+                made = {"made_as": world.read(name)["content_hash"], "samples": []}
+                world.manifest(name, keys, made | {"replaced": replaced})
     if draw(st.integers(0, 2)) == 0:
         name = draw(st.sampled_from(names))
         known = [*world.shards(name), f"{name}/000009.tar"]
@@ -443,8 +446,10 @@ def test_shards_in_a_folder_without_a_manifest_stay_for_whoever_stays(monkeypatc
     assert whole(world)
     assert "a/index.parquet" not in world.store.list()
     monkeypatch.undo()
-    world.apply(world.plan())
-    assert world.store.list() == []
+    plan = world.plan()
+    assert "no source has this folder" in dict(plan.kept)["far"]
+    world.apply(plan)
+    assert world.store.list() == ["far/000000.tar"]  # whose it is nobody can tell
 
 
 def test_shards_under_a_hold_stay_when_no_manifest_names_them():
@@ -455,6 +460,43 @@ def test_shards_under_a_hold_stay_when_no_manifest_names_them():
     world.hold("a", ["a/000009.tar"])
     [thing] = world.plan().things
     assert [spot.key for spot in thing.spots] == ["a/000000.redacted-0123456789ab.tar"]
+
+
+def test_older_versions_of_what_is_no_source_s_stay():
+    """A bucket keeps what people delete in their own folders: it is their way back."""
+    bygone = [
+        Unfinished(key, "v1", 5)
+        for key in ("a/.ingest/000000.npz", "gone/000000.tar", "gone/manifest.json",
+                    "raw/000000.tar", "raw/rejected.jsonl", "raw/x.tar")
+    ]  # fmt: skip
+
+    class Versioned(MemoryStore):
+        def bygone(self, prefix=""):
+            return bygone
+
+    world = World()
+    world.source("a", 1)
+    things = world.plan(Versioned(world.name)).things
+    assert [(one.kind, one.name, len(one.spots)) for one in things] == [
+        ("versions", "a", 1), ("versions", "gone", 2),
+    ]  # fmt: skip
+
+
+def test_an_unfinished_source_that_was_written_again_stays_whole():
+    """Also those of its files that are as they were: somebody goes on with it."""
+    for late in ("u/000001.tar", "u/000000.tar"):
+        world = World()
+        world.source("a", 1)
+        for number in range(2):
+            world.store.put(f"u/{number:06d}.tar", b"unfinished")
+        world.store.delete(late) if late.endswith("1.tar") else None
+        world.store.put("u/.ingest/request.json", b'{"input": 1}')
+        plan = world.plan()
+        world.store.put(late, b"by somebody who went on with it")
+        before = world.objects()
+        done = world.apply(plan)
+        assert [one[:2] for one in done.refused] == [("unfinished", "u")]
+        assert world.objects() == before
 
 
 def test_what_lies_deeper_is_another_root_s():
@@ -591,7 +633,11 @@ def test_a_manifest_or_hold_that_cannot_be_read_ends_it_all():
     for key, text, told in (
         ("x/manifest.json", b"{", "not JSON"),
         ("x/manifest.json", b'{"schema": 0}', "schema is 0"),
-        ("x/manifest.json", json.dumps({"schema": SCHEMA}).encode(), "does not tell its shards"),
+        (
+            "x/manifest.json",
+            json.dumps({"schema": SCHEMA}).encode(),
+            "does not have its form: name is",
+        ),
         ("a/holds.json", b"[]", "as long as nobody knows what is held"),
     ):
         world = World()

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import sys
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -21,7 +22,9 @@ from data_pipeline.index.columns import (
 )
 from data_pipeline.index.manifest import (
     IndexMismatch,
+    index_key,
     read_index,
+    read_table,
     write_index,
 )
 from data_pipeline.index.reads import (
@@ -79,7 +82,9 @@ def _made(**changed) -> SourceIndex:
     about = {
         "name": "made",
         "category": "grounding",
-        "shards": tuple(ShardInfo(f"made/{i}.tar", 9, f"{i}", n) for i, n in enumerate([2, 2, 1])),
+        "shards": tuple(
+            ShardInfo(f"made/{i:06d}.tar", 9, f"{i}" * 64, n) for i, n in enumerate([2, 2, 1])
+        ),
         "key": [f"k{i}" for i in range(5)],
         "tokenizer_name": "tiny",
         "tokenizer_hash": "abc",
@@ -129,7 +134,7 @@ def test_every_column_counts_in_the_content_hash(column):
     if column == "key":
         other = [*values[:4], "other"]
     elif column == "shards":
-        other = (*values[:2], ShardInfo("made/2.tar", 9, "x", 1))
+        other = (*values[:2], ShardInfo("made/000002.tar", 9, "f" * 64, 1))
     elif isinstance(values, str):
         other = "code" if column == "category" else "other"
     else:
@@ -280,3 +285,17 @@ def test_a_misspelt_source_is_told_the_nearest(tmp_path):
     with pytest.raises(MissingKey, match="of this name; there are: charts, digits; ") as error:
         read_index(store, "xyz")
     assert "did you mean" not in str(error.value)
+
+
+def test_arrow_keeps_no_bytes_of_python(source, store, monkeypatch):
+    """Its threads would release them, and a process that ends at that moment would abort."""
+    data, real, counts = store.get(index_key("src")), pq.ParquetFile, []
+
+    def counting(reader):
+        counts.append(sys.getrefcount(data))
+        return real(reader)
+
+    monkeypatch.setattr(pq, "ParquetFile", counting)
+    assert read_table(data).num_rows == source.num_samples
+    as_argument = (lambda data: sys.getrefcount(data))(data)
+    assert counts == [as_argument]

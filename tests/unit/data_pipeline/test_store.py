@@ -26,6 +26,7 @@ from data_pipeline.store.open import (
     get_many,
     open_store,
 )
+from data_pipeline.store.plain_file import SpecialFile, open_plain
 from data_pipeline.store.s3_answers import failure, meaning_of
 from kimi_pretrain.checkpoint.storage_read import open_checkpoint, open_place
 from tests.silent import KEYS, refusing
@@ -90,6 +91,26 @@ def test_missing_things_are_told_apart(store, tmp_path):
             getattr(FolderStore(tmp_path / "nowhere"), call.__name__)("a")
     with pytest.raises(MissingKey, match="a/x: no such object"):
         store.get("a/x")
+
+
+def test_a_pipe_or_device_is_refused_and_not_waited_for(folder):
+    folder.root.mkdir(exist_ok=True)
+    os.mkfifo(folder.root / "000000.tar")
+    told = []
+
+    def read():
+        with pytest.raises(MissingKey, match=r"000000\.tar: is a pipe, socket or device") as caught:
+            folder.get("000000.tar", 0, 512)
+        told.append(caught.value)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    reader.join(30)
+    assert told, "the read waits for somebody who writes into the pipe"
+    with pytest.raises(MissingKey):
+        folder.head("000000.tar")
+    with pytest.raises(SpecialFile, match="is a pipe, socket or device"):
+        open_plain(Path("/dev/null"))
 
 
 def test_a_changed_object_is_noticed(store):

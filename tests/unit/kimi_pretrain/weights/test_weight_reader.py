@@ -1,13 +1,16 @@
 """Folders of safetensors as they come from anywhere: damaged, pickled, with names that lead out."""
 
 import json
+import os
 import pickle
 import re
+import threading
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.config import load_config
 from kimi_pretrain.reliability.run_history import latest_in
 from kimi_pretrain.weights import hf_import
@@ -83,6 +86,22 @@ def test_a_damaged_index_is_named(tmp_path, text):
     (tmp_path / INDEX).write_text(text)
     with pytest.raises(ValueError, match=re.escape(str(tmp_path / INDEX))):
         open_weights(tmp_path)
+
+
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(tmp_path):
+    folder, told = write_folder(tmp_path / "hf", WEIGHTS, 1), []
+    (folder / "config.json").unlink(missing_ok=True)
+    os.mkfifo(folder / "config.json")
+
+    def read():
+        with pytest.raises(CheckpointError, match=r"config\.json: is a pipe, socket or device"):
+            open_weights(folder)
+        told.append("refused")
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    reader.join(30)
+    assert told == ["refused"]
 
 
 def test_missing_and_cut_files_are_named(tmp_path):

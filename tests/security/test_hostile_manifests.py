@@ -1,0 +1,386 @@
+"""Manifests of strangers, all of whose hashes are right, before everything that removes objects."""
+
+import hashlib
+import json
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from data_pipeline.govern.collect import apply, propose
+from data_pipeline.govern.collect_plan import Plan, Retired
+from data_pipeline.govern.holds import put_hold
+from data_pipeline.govern.redact import carry_out, plan
+from data_pipeline.index.columns import SourceIndex
+from data_pipeline.index.erased import read_erased
+from data_pipeline.index.manifest import (
+    IndexMismatch,
+    index_key,
+    index_of,
+    manifest_key,
+    read_index,
+    read_manifest,
+    read_table,
+    write_index,
+)
+from data_pipeline.ingest.ingest import ingest
+from data_pipeline.ingest.reindex import reindex
+from data_pipeline.ingest.samples import CrudeSample, Listed, TextSegment
+from data_pipeline.inspect.problem import Problem
+from data_pipeline.inspect.verify import open_source
+from data_pipeline.store.open import FolderStore
+from data_pipeline.sync.compare import compare
+from data_pipeline.sync.survey import OtherContent
+from data_pipeline.sync.sync import sync
+from data_pipeline.text import Tokenizer, train_ranks
+from tests.unit.data_pipeline.synced import objects_of
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+RANKS = train_ranks(["the tide and the harbour " * 9], 270)
+TOKENIZER = Tokenizer(RANKS, "t.tiktoken")
+ASKED = {"other": ["other-1"]}
+OTHERS = ("victim/", "half/", "raw/", "models/", "tokenizer/")
+NEW = "redacted-0123456789ab"
+
+
+def texts(name, count=2):
+    crude = [CrudeSample(f"{name}-{i}", [TextSegment(f"{name} {i} " * 200)]) for i in range(count)]
+    return Listed(crude, identity={"file": name})
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Objects of a root: a victim with a hold, files of people, an ingest that was killed, evil."""
+    store = FolderStore(tmp_path_factory.mktemp("hostile"))
+    store.put("tokenizer/t.tiktoken", RANKS)
+    for name in ("victim", "other", "evil"):
+        ingest(texts(name), store, name, TOKENIZER, 4096, category="text")
+    reindex(store, "victim", "twin", TOKENIZER)
+    put_hold(store, "victim", "case-9")
+    store.put("models/000000/model.safetensors", b"weights")
+    for key in ("raw/000000.tar", "half/000000.tar"):
+        store.put(key, store.get("evil/000000.tar"))
+    store.put("half/.ingest/request.json", b'{"inputs": []}')
+    return objects_of(store)
+
+
+@pytest.fixture
+def store(made, tmp_path):
+    store = FolderStore(tmp_path / "root")
+    for key, data in made.items():
+        store.put(key, data)
+    return store
+
+
+def put(store: FolderStore, folder: str, /, **changes: object) -> None:
+    """Change a manifest as one who knows all rules: its content_hash is right again."""
+    manifest = read_manifest(store, folder) | changes
+    data = store.get(index_key(folder))
+    try:
+        index = index_of(read_table(data), manifest, manifest["index_sha256"])
+        manifest["content_hash"] = index.content_hash
+    except (KeyError, TypeError, ValueError):
+        pass  # such a manifest has none
+    store.put(manifest_key(folder), json.dumps(manifest).encode())
+
+
+def shard(store: FolderStore, key: str) -> dict[str, object]:
+    data = store.get(key)
+    return {"key": key, "size": len(data), "sha256": hashlib.sha256(data).hexdigest(), "samples": 1}
+
+
+def as_replaced(store: FolderStore, key: str, by: str) -> dict[str, object]:
+    return {**{k: v for k, v in shard(store, key).items() if k != "samples"}, "by": by}
+
+
+class Archived:
+    """A catalogue in which the stranger's source is archived for long; nobody uses anything."""
+
+    def __init__(self, store):
+        self.store = store
+
+    def retired(self):
+        content = read_manifest(self.store, "evil")["content_hash"]
+        return {"evil": Retired("evil@1", content, "archived")}
+
+    def look_again(self): ...
+
+    def user(self, name, contents):
+        return None
+
+    def has_facts(self, content):
+        return True
+
+    def taken(self, plan):
+        return {}
+
+    def take(self, plan, thing): ...
+
+    def give_back(self, name, content, index_sha256): ...
+
+    def note(self, plan, thing, kept): ...
+
+
+def collect(store):
+    records = Archived(store)
+    things, kept = propose(store, records)
+    todo = Plan(store.uri, "", NOW.isoformat(), 0, "", {}, things, kept)
+    apply(store, todo, records, NOW + timedelta(days=1))
+    return dict(kept)
+
+
+def theirs(store):
+    return {key: data for key, data in objects_of(store).items() if key.startswith(OTHERS)}
+
+
+# Manifests that do not have the form of one -----------------------------------------------------
+
+
+def names(*keys):
+    def change(store):
+        return {"shards": [shard(store, key) for key in keys]}
+
+    return change
+
+
+def redacted(*pairs, samples=(0,)):
+    def change(store):
+        return {
+            "redacted": {
+                "made_as": read_manifest(store, "evil")["content_hash"],
+                "samples": list(samples),
+                "replaced": [as_replaced(store, key, by) for key, by in pairs],
+            }
+        }
+
+    return change
+
+
+UNSOUND = {
+    "holds of another": names("evil/000000.tar", "victim/holds.json"),
+    "the index of another": names("evil/000000.tar", "victim/index.parquet"),
+    "a tokenizer": names("evil/000000.tar", "tokenizer/t.tiktoken"),
+    "weights": names("evil/000000.tar", "models/000000/model.safetensors"),
+    "its own index": names("evil/000000.tar", "evil/index.parquet"),
+    "replaced holds": redacted(("victim/holds.json", f"victim/000000.{NEW}.tar")),
+    "replaced by itself": redacted(("victim/000000.tar", "victim/000000.tar")),
+    "replaced in another place": redacted(("victim/000000.tar", f"evil/000000.{NEW}.tar")),
+    "replaced by none of its shards": redacted(("raw/000000.tar", f"raw/000000.{NEW}.tar")),
+    "replaced and there": redacted(("evil/000000.tar", f"evil/000000.{NEW}.tar")),
+    "no list": lambda store: {"redacted": {"made_as": "x", "samples": [], "replaced": 7}},
+    "no redaction": lambda store: {"redacted": []},
+    "another's fields": lambda store: {"shards": [{"key": "evil/000000.tar"}]},
+}
+
+
+def a_circle(store):
+    first, second = (f"evil/000000.redacted-{n:012d}.tar" for n in (1, 2))
+    about = {"size": 1, "sha256": f"{1:012d}{0:052d}"}
+    replaced = [{"key": a, "by": b, **about} for a, b in ((first, second), (second, first))]
+    return {"redacted": {"made_as": "x", "samples": [], "replaced": replaced}}
+
+
+def deep(store):
+    """Not a manifest of the right form: nested a hundred thousand levels deep."""
+    text = store.get(manifest_key("evil")).decode()
+    nested = "[" * 100_000 + "]" * 100_000
+    store.put(manifest_key("evil"), text.replace('"samples"', f'"x": {nested}, "samples"').encode())
+
+
+@pytest.mark.parametrize("what", [*UNSOUND, "a circle", "nested deeply"])
+def test_nothing_is_removed_by_a_manifest_without_its_form(store, tmp_path, what):
+    if what == "nested deeply":
+        deep(store)
+    else:
+        put(store, "evil", **(UNSOUND | {"a circle": a_circle})[what](store))
+    before, target = objects_of(store), FolderStore(tmp_path / "target")
+    told = r"evil/manifest\.json: (does not have its form: |not JSON)"
+    for remove in (
+        lambda: plan(store, ASKED),
+        lambda: carry_out(store, ASKED),
+        lambda: carry_out(store, {"evil": ["evil-0"]}),
+        lambda: propose(store, Archived(store)),
+        lambda: sync(store, target),
+        lambda: sync(store, target, ["evil"]),
+        lambda: compare(store, target, ["evil"]),
+    ):
+        with pytest.raises((IndexMismatch, ValueError), match=told) as caught:
+            remove()
+        assert "\n" not in str(caught.value)
+    problem = open_source(store, "evil")
+    assert isinstance(problem, Problem)
+    assert "does not have its form" in problem.detail or "not JSON" in problem.detail
+    assert objects_of(store) == before
+    assert not target.root.exists() or target.list() == []
+
+
+# Manifests of the right form --------------------------------------------------------------------
+
+
+def test_shards_of_others_are_no_one_s_own(store):
+    """They are read, as those of a source that was counted anew; they do not go with it."""
+    put(store, "evil", **names("half/000000.tar", "raw/000000.tar")(store))
+    assert isinstance(read_index(store, "evil"), SourceIndex)
+    before = theirs(store)
+    assert not carry_out(store, ASKED).kept
+    assert theirs(store) == before
+    kept = collect(store)
+    left = theirs(store)
+    assert left.keys() >= {key for key in before if not key.startswith("half/")}
+    assert "no source has this folder" in kept["raw"]
+    assert "evil/manifest.json" not in store.list()
+
+
+def erased_bytes(store, key):
+    """A shard of zeros, as if all of it had been redacted, under the name that it would have."""
+    data = bytes(len(store.get(key)))
+    sha256 = hashlib.sha256(data).hexdigest()
+    by = key.replace(".tar", f".redacted-{sha256[:12]}.tar")
+    return by, data
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_shards_of_others_are_not_replaced_on_its_word(store, planted):
+    """Nor if the stranger could put a shard into their folders, as a sync does."""
+    shards, replaced = [], []
+    for key in ("victim/000001.tar", "raw/000000.tar"):
+        by, data = erased_bytes(store, key)
+        replaced.append(as_replaced(store, key, by))
+        store.put(by, data)
+        shards.append(shard(store, by))
+        if not planted:
+            store.delete(by)
+    about = {"made_as": "", "samples": [0, 1], "replaced": replaced}
+    first = [{**new, **{k: old[k] for k in ("key", "size", "sha256")}}
+             for new, old in zip(shards, replaced)]  # fmt: skip
+    put(store, "evil", shards=first)
+    about["made_as"] = read_manifest(store, "evil")["content_hash"]
+    put(store, "evil", shards=shards, redacted=about)
+    assert isinstance(read_index(store, "evil"), SourceIndex)
+    store.delete("victim/holds.json")
+    before = theirs(store)
+    done = carry_out(store, ASKED)
+    assert done.samples == {"other": 1}
+    assert [key for key, _ in done.kept] == ["raw/000000.tar"]
+    assert "it is not in its folder" in done.kept[0][1]
+    assert theirs(store) == before
+    collect(store)
+    assert {"victim/000000.tar", "victim/000001.tar", "raw/000000.tar"} <= {*store.list()}
+
+
+def test_samples_of_others_are_not_redacted_on_its_word(store):
+    """A twin of the victim calls all its samples redacted; it was not asked about them."""
+    store.delete("victim/holds.json")
+    twin = read_manifest(store, "twin")
+    about = {"made_as": twin["content_hash"], "samples": [0, 1], "replaced": []}
+    put(store, "twin", redacted=about)
+    before = theirs(store)
+    todo = plan(store, ASKED)
+    assert todo.samples.keys() == {"other"}
+    assert [(one.source, one.key, one.of) for one in todo.elsewhere] == [
+        ("victim", "victim-0", "twin"),
+        ("victim", "victim-1", "twin"),
+    ]
+    assert not carry_out(store, ASKED).kept
+    assert theirs(store) == before
+    # Asked for: what its index says is compared with what the victim's says, and done to both.
+    done = carry_out(store, {"victim": ["victim-1"]})
+    assert done.samples == {"victim": 1}
+    assert [(key, reason.split()[0]) for key, reason in done.kept] == [
+        ("victim/000001.tar", "twin")
+    ]
+
+
+def test_a_sample_that_covers_others_is_refused(store):
+    """Its index says that a document is as long as the shard of the victim."""
+    store.delete("victim/holds.json")
+    size = len(store.get("victim/000000.tar"))
+    index = read_index(store, "twin")
+    length = index.json_length.copy()
+    length[0] = size - index.json_offset[0]
+    store.delete(manifest_key("twin"))
+    write_index(store, replace(index, json_length=length))
+    before = objects_of(store)
+    for wanted in ({"twin": ["victim-0"]}, {"victim": ["victim-0"]}):
+        told = r"victim/000000: the sources that hold this shard do not agree .* twin, victim"
+        with pytest.raises(ValueError, match=told):
+            carry_out(store, wanted)
+    assert objects_of(store) == before
+    offset = index.json_offset.copy()
+    offset[0] += 512  # a place of its own, which the victim knows nothing of
+    store.delete(manifest_key("twin"))
+    write_index(store, replace(index, json_offset=offset))
+    before = objects_of(store)
+    with pytest.raises(ValueError, match="do not agree on the sample at offset 1024"):
+        carry_out(store, {"twin": ["victim-0"]})
+    assert objects_of(store) == before
+
+
+def test_other_hashes_of_a_shard_are_refused(store):
+    store.delete("victim/holds.json")
+    shards = [one | {"sha256": "0" * 64} for one in read_manifest(store, "twin")["shards"]]
+    put(store, "twin", shards=shards)
+    before = objects_of(store)
+    with pytest.raises(ValueError, match=r"victim/000000\.tar: has sha256 .* by that of 'twin'"):
+        carry_out(store, {"victim": ["victim-0"]})
+    assert objects_of(store) == before
+
+
+def test_another_name_in_a_manifest_is_no_way_into_its_folder(store):
+    put(store, "evil", name="victim")
+    before = theirs(store)
+    carry_out(store, {"evil": ["evil-0"]})
+    assert theirs(store) == before
+    assert "evil/erased.json" in store.list()
+    assert read_erased(store).by_crc
+
+
+def test_redactions_of_another_content_are_unsound_and_do_not_travel(store, tmp_path):
+    """A source calls itself the target's, with all samples redacted: made_as is not believed."""
+    target = FolderStore(tmp_path / "target")
+    sync(store, target, ["victim"])
+    content = read_manifest(target, "victim")["content_hash"]
+    store.put("victim/index.parquet", store.get("evil/index.parquet"))
+    about = {"made_as": content, "samples": [0, 1], "replaced": []}
+    sha256 = read_manifest(store, "evil")["index_sha256"]
+    put(store, "victim", index_sha256=sha256, redacted=about)
+    before = objects_of(target)
+    with pytest.raises(IndexMismatch, match=r"victim: redacted\.made_as is"):
+        sync(store, target, ["victim"])
+    problem = open_source(store, "victim")
+    assert isinstance(problem, Problem)
+    assert "redacted.made_as" in problem.detail
+    assert objects_of(target) == before
+
+
+def test_a_hold_stays_whoever_names_it_and_where_no_source_is(store):
+    """Also in a folder whose manifest has gone."""
+    store.put("raw/holds.json", store.get("victim/holds.json").replace(b"victim", b"other"))
+    before = objects_of(store)
+    with pytest.raises(ValueError, match="is under hold 'case-9'"):
+        carry_out(store, ASKED)
+    assert objects_of(store) == before
+    for wrong in (b"[" * 100_000, b'{"holds": [{"hold": "x", "since": "", "shards": [7]}]}'):
+        store.put("raw/holds.json", wrong)
+        with pytest.raises(ValueError, match=r"raw/holds\.json: expected"):
+            carry_out(store, ASKED)
+        with pytest.raises(ValueError, match=r"raw/holds\.json: expected"):
+            propose(store, Archived(store))
+
+
+def test_what_a_stranger_s_redaction_is_said_to_be_is_not_done_to_the_original(store, tmp_path):
+    """A manifest in the target says that shards were replaced: the advice names who said so."""
+    target = FolderStore(tmp_path / "target")
+    by, data = erased_bytes(store, "victim/000000.tar")
+    replaced = [as_replaced(store, "victim/000000.tar", by)]
+    first = shard(store, "victim/000000.tar")
+    store.put(by, data)
+    second = shard(store, "evil/000001.tar")
+    put(store, "evil", shards=[first, second])
+    made_as = read_manifest(store, "evil")["content_hash"]
+    about = {"made_as": made_as, "samples": [0], "replaced": replaced}
+    put(store, "evil", shards=[shard(store, by), second], redacted=about)
+    sync(store, target, ["evil"])
+    store.delete(manifest_key("evil"))
+    with pytest.raises(OtherContent, match=r"if nobody did, do not trust .*target/evil: remove it"):
+        sync(store, target, ["victim"])
