@@ -83,6 +83,7 @@ def write_photos(root: Path, samples: int) -> None:
         {
             "meta": {},
             "segments": [
+                {"kind": "text", "text": "Look: ", "loss": False},
                 {"kind": "image", "file": "0.jpg"},
                 {"kind": "text", "text": "A photograph of waves. " * 20, "loss": True},
             ],
@@ -181,8 +182,11 @@ class Person:
         self._where = split.netloc
         self._connection = http.client.HTTPConnection(self._where, timeout=600)
         self._cookie = ""
-        status, _, headers = self._ask(f"{split.path}?{split.query}")
-        assert status == 200
+        kind = "application/x-www-form-urlencoded"
+        ours = {"Origin": f"{split.scheme}://{split.netloc}", "Content-Type": kind}
+        self._connection.request("POST", split.path, split.fragment, ours)  # token=...
+        status, _, headers = self._answer()
+        assert status == 303
         self._cookie = headers["set-cookie"].partition(";")[0]
 
     def get(self, path: str) -> float:
@@ -194,6 +198,9 @@ class Person:
 
     def _ask(self, path: str) -> tuple[int, bytes, http.client.HTTPMessage]:
         self._connection.request("GET", path, headers={"Cookie": self._cookie})
+        return self._answer()
+
+    def _answer(self) -> tuple[int, bytes, http.client.HTTPMessage]:
         answer = self._connection.getresponse()
         return answer.status, answer.read(), answer.headers
 
