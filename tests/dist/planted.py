@@ -64,10 +64,10 @@ def hang_in_a_read(run: Any, step: int) -> None:
 
     read, requests = fetch.read_parts, iter(range(1, 10**6))
 
-    def late(*args: Any) -> Any:
+    def late(*args: Any, **more: Any) -> Any:
         if next(requests) == step:
             time.sleep(1000)
-        return read(*args)
+        return read(*args, **more)
 
     fetch.read_parts = late
 

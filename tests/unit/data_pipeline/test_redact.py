@@ -288,17 +288,25 @@ def test_a_start_that_meets_a_redaction_is_worth_another(root):
         check_shards(store, read_index(store, "pairs_2"))
 
 
-def test_what_a_manifest_says_of_shards_cannot_go_in_circles(tmp_path):
-    store = FolderStore(tmp_path)
-    replaced = [
-        {"key": "a/0", "by": "a/1"},
-        {"key": "a/1", "by": "a/0"},
-        {"key": "a/2", "by": "a/3"},
-    ]
-    manifest = {"schema": SCHEMA, "redacted": {"replaced": replaced}}
-    store.put("a/manifest.json", json.dumps(manifest).encode())
+def test_what_manifests_say_of_shards_cannot_go_in_circles(tmp_path):
+    """Each manifest has a sound form; together they go round."""
+    store, sha = FolderStore(tmp_path), {one: one * 64 for one in "1234"}
+    keys = {one: f"a/000000.redacted-{one * 12}.tar" for one in "12"}
+    keys |= {one: f"a/000001.redacted-{one * 12}.tar" for one in "34"}
+
+    def put(name, *steps):
+        shards = [{"key": keys[b], "size": 1, "sha256": sha[b], "samples": 1} for _, b in steps]
+        old = [{"key": keys[a], "size": 1, "sha256": sha[a], "by": keys[b]} for a, b in steps]
+        manifest = {"schema": SCHEMA, "name": name, "category": "text", "samples": 1, "items": 0}
+        manifest |= {"shards": shards, "content_hash": "c", "index_sha256": "i"}
+        manifest["tokenizer"] = {"name": "t", "sha256": "s"}
+        manifest["redacted"] = {"made_as": "m", "samples": [], "replaced": old}
+        store.put(f"{name}/manifest.json", json.dumps(manifest).encode())
+
+    put("a", ("1", "2"), ("3", "4"))
+    put("b", ("2", "1"))
     store.put("torn/manifest.json", b"{")
-    assert moved_shards(store, ["a/0", "a/1", "a/2", "b/0"]) == {"a/2": "a/3"}
+    assert moved_shards(store, ["b/000000.tar", *keys.values()]) == {keys["3"]: keys["4"]}
 
 
 def test_a_stream_of_raw_samples_goes_on_with_others_in_their_places(root):
