@@ -32,13 +32,17 @@ def main(arguments: list[str]) -> int:
         return 2
     for organ in (NAMES, *ORGANS):
         faults = list(named) if organ == NAMES else drawn[organ]
+        some = [fault for fault in faults if options.match in fault.key]
         if organ in chosen:
-            outcomes = _plant(organ, faults, named, options.folder)
+            outcomes = _plant(organ, some, named, options.folder)
             survived += sum(not one.noticed for one in outcomes.values())
-        else:  # what earlier calls found
-            tests = [] if organ == NAMES else ORGANS[organ].expanded(ROOT)[1]
-            there = {one.key: known.of(ROOT, one, named.get(one, tests)) for one in faults}
-            outcomes = {key: one for key, one in there.items() if one is not None}
+        else:
+            outcomes = dict[str, Planted]()
+        tests = [] if organ == NAMES else ORGANS[organ].expanded(ROOT)[1]
+        for fault in faults:  # what earlier calls found
+            before = known.of(ROOT, fault, named.get(fault, tests))
+            if fault.key not in outcomes and before is not None:
+                outcomes[fault.key] = before
         rows.append(Row(organ, faults, outcomes))
     RESULT.write_text(page(rows, options.number, options.seed))
     print(f"{survived} faults survived; see {RESULT.relative_to(ROOT)}", file=sys.stderr)
@@ -86,7 +90,7 @@ def _plant(
     if organ != NAMES:
         _, tests = ORGANS[organ].expanded(ROOT)
         return plant_all(left, tests, folder, watched=faults, forks=ORGANS[organ].forks)
-    only = {fault.key: tests for fault, tests in named.items()}
+    only = {fault.key: named[fault] for fault in faults}
     tests = sorted({test for some in only.values() for test in some})
     return plant_all(left, tests, folder, watched=faults, forks=True, only=only)
 
@@ -96,6 +100,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--organ", action="append", choices=(NAMES, *ORGANS), help="all by default")
     parser.add_argument("--number", type=int, default=NUMBER, help="faults drawn in each organ")
     parser.add_argument("--seed", type=int, default=SEED, help="of the draw")
+    parser.add_argument("--match", default="", help="only faults with this text in their key")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "mutants", help="outcomes")
     return parser.parse_args(arguments)
 

@@ -34,7 +34,7 @@ def page(rows: Sequence[Row], number: int, seed: int) -> str:
         HEAD,
         f"{date.today()}, Python {platform.python_version()}, {used}; at most {number} faults of "
         f"each organ, seed {seed}.\n\n",
-        "| organ | planted | noticed | of these by a time-out or a death | proven equivalent "
+        "| organ | drawn | noticed | of these by a time-out or a death | proven equivalent "
         "| survived | not run yet |\n|---|---|---|---|---|---|---|\n",
         *(_counts(row) for row in rows),
         _survivors(rows),
@@ -62,7 +62,7 @@ def _survivors(rows: Sequence[Row]) -> str:
         if not one.noticed and key not in EQUIVALENT
     ]
     if not left:
-        return "\nNo fault survived.\n"
+        return "\nNo fault that was planted survived.\n"
     return "\n## Survivors\n\n| fault | outcome | tests tried |\n|---|---|---|\n" + "".join(left)
 
 

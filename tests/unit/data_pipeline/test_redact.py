@@ -14,6 +14,7 @@ from data_pipeline.cache.cached_store import CacheConfig, CachedStore
 from data_pipeline.config import DataConfig
 from data_pipeline.govern.holds import end_hold, put_hold, refuse_held
 from data_pipeline.govern.redact import carry_out, held, plan, purge
+from data_pipeline.index.erased import read_erased
 from data_pipeline.index.manifest import SCHEMA, read_index
 from data_pipeline.index.reads import (
     ShardReplaced,
@@ -424,6 +425,17 @@ def test_samples_are_found_in_every_source_of_their_shards(root):
         carry_out(store, GONE)
     with pytest.raises(ValueError, match="'other' has no sample 'x'"):  # the first by name
         held(store, {name: ["x"] for name in ("pairs_k", "pairs_2", "pairs", "other")})
+
+
+def test_what_was_erased_is_known_by_its_hash_in_every_source(root):
+    store, _ = root
+    before = {name: read_index(store, name) for name in NAMES}
+    assert not read_erased(store).by_crc
+    carry_out(store, GONE)
+    for name, index in before.items():
+        gone = sorted(read_index(store, name).redacted)
+        assert read_erased(store).among(index) == gone
+        assert (f"{name}/erased.json" in {*store.list()}) == bool(gone)
 
 
 def test_a_hold_keeps_shards_whoever_names_them(root):
