@@ -633,7 +633,11 @@ def test_a_manifest_or_hold_that_cannot_be_read_ends_it_all():
     for key, text, told in (
         ("x/manifest.json", b"{", "not JSON"),
         ("x/manifest.json", b'{"schema": 0}', "schema is 0"),
-        ("x/manifest.json", json.dumps({"schema": SCHEMA}).encode(), "does not have its form: name is"),
+        (
+            "x/manifest.json",
+            json.dumps({"schema": SCHEMA}).encode(),
+            "does not have its form: name is",
+        ),
         ("a/holds.json", b"[]", "as long as nobody knows what is held"),
     ):
         world = World()
