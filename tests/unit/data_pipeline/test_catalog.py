@@ -347,6 +347,20 @@ def test_a_version_whose_shards_another_names_is_not_deleted(catalog):
     assert collected(catalog, "c@1")
 
 
+@pytest.mark.parametrize("state", ["running", "stopped", "failed", "waiting", "unknown"])
+def test_a_run_that_is_not_finished_keeps_its_source(catalog, state):
+    """One that was stopped may go on tomorrow; whoever gave it up says so by `forget`."""
+    register(catalog, source("c_1"))
+    used = {"name": "c_1", "use": "train", "asked": "c@1", "content_hash": "content of c_1"}
+    counts = {"steps": 1, "tokens": 1, "first_step": 1, "last_step": 1}
+    used |= {"folder": "/runs/a", "index_sha256": "0", **counts}
+    scan(catalog, [Run("/runs/a", state, 1, [used])])
+    with pytest.raises(CatalogError, match="unfinished runs use it: /runs/a"):
+        promote(catalog, "c@1", "archived")
+    scan(catalog, [Run("/runs/a", "finished", 1, [used])])
+    promote(catalog, "c@1", "archived")
+
+
 @pytest.mark.parametrize(
     ("seen", "told"),
     [

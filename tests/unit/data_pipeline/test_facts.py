@@ -253,6 +253,31 @@ def test_alike_ones_are_the_duplicates(corpus, folder):
     assert found == expected
 
 
+def test_a_fingerprint_changes_with_each_checksum():
+    """Of a file that of its bytes; of a sample those of its document and of each of its files."""
+    index = made_index("made", [9], 3, media=0.6)
+    item = int(np.flatnonzero(index.item_chunk == 0)[-1])
+    sample = int(np.searchsorted(index.item_ptr, item, side="right")) - 1
+
+    def prints(changed):
+        samples, items = facts_of(changed, SMALL)
+        return samples["fingerprint"].to_pylist(), items["fingerprint"].to_pylist()
+
+    def other(column, at):
+        values = getattr(index, column).copy()
+        values[at] ^= 1
+        return dataclasses.replace(index, **{column: values})
+
+    def differ(one, two):
+        return [at for at, (a, b) in enumerate(zip(one, two, strict=True)) if a != b]
+
+    of_samples, of_items = prints(index)
+    for column, at, wanted in (("item_crc", item, [item]), ("json_crc", sample, [])):
+        new_samples, new_items = prints(other(column, at))
+        assert differ(of_samples, new_samples) == [sample], column
+        assert differ(of_items, new_items) == wanted, column
+
+
 RANKS = train_ranks(["the third text of 12 captions"] * 9, 270)
 
 
@@ -300,7 +325,17 @@ def test_versions_are_compared_key_by_key(versions, tmp_path):
     old, new = found["figures"]["tokens"]
     assert new == lengths["tokens"]
     assert found["keys"]["added_tokens"] == new - old
-    assert compared("pairs_3", "pairs")[1] == (1, 1, 3, 0, 0)
+    assert found["keys"]["removed_tokens"] == 0
+    found, keys = compared("pairs_3", "pairs")
+    assert keys == (1, 1, 3, 0, 0)
+    tokens = {
+        name: dict(
+            count_source(write_facts(versions, name, SMALL, tmp_path / "f")[0]).figures["longest"]
+        )
+        for name in ("pairs", "pairs_3")
+    }
+    assert found["keys"]["added_tokens"] == tokens["pairs_3"]["x"] > 0
+    assert found["keys"]["removed_tokens"] == tokens["pairs"]["d"] > 0
     assert compared("pairs_k", "pairs")[1] == (0, 0, 0, 4, 0)
     found, keys = compared("pairs", "pairs")
     assert keys == (0, 0, 0, 0, 4)

@@ -296,6 +296,6 @@ def test_arrow_keeps_no_bytes_of_python(source, store, monkeypatch):
         return real(reader)
 
     monkeypatch.setattr(pq, "ParquetFile", counting)
-    assert read_table(data).num_rows == source.num_samples
     as_argument = (lambda data: sys.getrefcount(data))(data)
+    assert read_table(data).num_rows == source.num_samples
     assert counts == [as_argument]

@@ -5,6 +5,7 @@ import itertools
 import json
 import shutil
 import tarfile
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 from data_pipeline.cache.cached_store import CacheConfig, CachedStore
 from data_pipeline.config import DataConfig
-from data_pipeline.govern.holds import end_hold, put_hold, refuse_held
+from data_pipeline.govern.holds import Hold, end_hold, lock, put_hold, refuse_held
 from data_pipeline.govern.redact import carry_out, held, plan, purge
 from data_pipeline.index.erased import read_erased
 from data_pipeline.index.manifest import SCHEMA, read_index
@@ -24,12 +25,13 @@ from data_pipeline.index.reads import (
     moved_shards,
     read_checked,
 )
+from data_pipeline.ingest.claim import Claim
 from data_pipeline.ingest.ingest import ingest
 from data_pipeline.ingest.reindex import reindex
 from data_pipeline.ingest.samples import CrudeSample, TextSegment
 from data_pipeline.inspect.verify import Checks, verify_source
 from data_pipeline.loader import Loader
-from data_pipeline.store.open import FolderStore, MissingKey, StoreUnavailable
+from data_pipeline.store.open import FolderStore, MissingKey, S3Store, StoreUnavailable
 from data_pipeline.stream.stream import SampleStream, StreamConfig
 from data_pipeline.text import Tokenizer, train_ranks
 from moonvit3d.geometry import PatchLimits
@@ -188,6 +190,22 @@ def test_samples_are_redacted_in_the_order_in_which_they_are_asked_for(root):
     carry_out(store, {"pairs": ["p9", "p5", "p3"], "pairs_k": ["p5", "p9"]})
     assert order("pairs") == ["p17", "v1", "p3", "p9", "p5"]
     assert order("pairs_k") == ["p17", "v1", "p3", "p5", "p9"]
+
+
+def test_each_medium_of_a_sample_is_erased(root):
+    """And the checksums of each are those of zeros: readers find nothing damaged."""
+    store, tokenizer = root
+    rng = np.random.default_rng(6)
+    many = [picture(rng, "png"), TextSegment("and"), picture(rng, "jpg"), filmed(rng, 6)]
+    crude_ones = [CrudeSample("many", many), *crude("m", 2, 7)]
+    ingest(crude_ones, store, "several", tokenizer, 150_000, category="caption")
+    held = {"several": contents(store, read_index(store, "several"))}
+    carry_out(store, {"several": ["many"]})
+    document, *media = contents(store, read_index(store, "several"))["many"]
+    assert len(media) >= 3
+    assert [body for body in media if any(body)] == []
+    for body in held["several"]["many"]:
+        assert occurrences(store.root, [body[len(body) // 2 :][:24]]) == []
 
 
 def test_sources_made_of_redacted_ones_know_it(root):
@@ -386,6 +404,22 @@ def test_a_redaction_that_is_cut_off_leaves_a_sound_root_and_goes_on(root, chang
         check_shards(store, index)
 
 
+def test_sources_change_before_those_that_were_made_of_them(root):
+    """A redaction that was cut off is taken up from the manifest in the shards' own folder."""
+    store, tokenizer = root
+    made_of = {"category": "caption", "append_to": "other"}
+    ingest(crude("a", 2, 5), store, "a_grown", tokenizer, 150_000, **made_of)
+    for number in range(1, 5):
+        sample = f"o{number}"
+        with suppress(StoreUnavailable):
+            carry_out(Breaking(store, number), {"a_grown": [sample]})
+        found = [set(read_index(store, name).redacted) for name in ("other", "a_grown")]
+        carry_out(store, {})
+        done = [set(read_index(store, name).redacted) for name in ("other", "a_grown")]
+        assert done[0] == done[1] == found[0] >= found[1]
+    assert len(done[0]) >= 2
+
+
 def test_what_may_be_the_same_is_told(root):
     store, tokenizer = root
     twin = crude("p", 18, 2)[3]
@@ -464,6 +498,80 @@ def test_a_hold_keeps_shards_whoever_names_them(root):
         carry_out(store, GONE)
     store.delete("other/holds.json")
     assert not carry_out(store, GONE).kept
+
+
+def test_a_hold_keeps_a_shard_that_was_replaced(root):
+    """It was put on it while the redaction had changed the manifests and not yet removed it."""
+    store, _ = root
+    key = read_index(store, "other").shards[0].key
+    told = {"holds": [{"hold": "case-9", "since": "then", "shards": [key]}]}
+
+    class Late(FolderStore):
+        def put(self, name, data):
+            written = super().put(name, data)
+            if name == "other/manifest.json":
+                super().put("other/holds.json", json.dumps(told).encode())
+            return written
+
+    before = store.get(key)
+    for where in (Late(store.root), store):  # and as long as the hold stands
+        done = carry_out(where, {"other": ["o0"]})
+        assert done.kept == [(key, "under hold 'case-9'")]
+        assert store.get(key) == before
+    end_hold(store, "other", "case-9")
+    assert carry_out(store, {"other": ["o0"]}).removed == [key]
+
+
+def test_a_hold_that_is_put_while_a_redaction_begins_is_kept(root, monkeypatch):
+    store, _ = root
+    before = {name: store.get(f"{name}/manifest.json") for name in NAMES}
+    enter = Claim.__enter__
+
+    def late(claim):
+        if claim._source.endswith("/pairs"):
+            monkeypatch.undo()
+            put_hold(store, "pairs_2", "case-9")
+        return enter(claim)
+
+    monkeypatch.setattr(Claim, "__enter__", late)
+    with pytest.raises(ValueError, match="is under hold 'case-9'"):
+        carry_out(store, {"pairs": ["p3"]})
+    assert {name: store.get(f"{name}/manifest.json") for name in NAMES} == before
+
+
+def test_ending_a_hold_leaves_the_locks_of_others(monkeypatch):
+    """A bucket's legal hold knows no names: a shard under two holds stays locked."""
+    asked: list[tuple[str, bool]] = []
+    store = object.__new__(S3Store)
+    monkeypatch.setattr(S3Store, "set_hold", lambda self, key, *, on: asked.append((key, on)))
+    monkeypatch.setattr("data_pipeline.govern.holds.enforces", lambda store: True)
+    first = Hold("case-1", "pairs", "then", ("pairs/000000.tar", "pairs/000001.tar"))
+    second = Hold("case-2", "pairs_2", "then", ("pairs/000001.tar", "pairs_2/000000.tar"))
+    assert "set on 2 shards" in lock(store, first, on=True, others=[second])
+    assert asked == [("pairs/000000.tar", True), ("pairs/000001.tar", True)]
+    asked.clear()
+    assert "ended of 1 shards" in lock(store, first, on=False, others=[second])
+    assert asked == [("pairs/000000.tar", False)]
+
+
+def test_a_shard_that_is_no_longer_what_was_replaced_stays(root):
+    """Nor does one go whose redacted one is lost."""
+    store, _ = root
+    key = read_index(store, "other").shards[0].key
+    data = store.get(key)
+    carry_out(Breaking(store, 3), {"other": ["o0"]})  # the removal is its fourth change
+    assert key in store.list()
+    store.put(key, data[:-1] + b"x")
+    [(kept, reason)] = carry_out(store, {}).kept
+    assert (kept, "has other bytes than other says" in reason) == (key, True)
+    store.put(key, data)
+    new = read_index(store, "other").shards[0].key
+    redacted = store.get(new)
+    store.delete(new)
+    [(kept, reason)] = carry_out(store, {}).kept
+    assert (kept, reason) == (key, f"{new}, which is to be in its place, is not there: restore it")
+    store.put(new, redacted)
+    assert carry_out(store, {}).removed == [key]
 
 
 def test_a_damaged_shard_or_an_unfinished_source_is_refused(root):

@@ -11,17 +11,19 @@ import pytest
 
 from data_pipeline.govern.holds import end_hold, put_hold
 from data_pipeline.govern.redact import carry_out
-from data_pipeline.index.manifest import IndexMismatch, read_index
+from data_pipeline.index.manifest import IndexMismatch, read_index, read_manifest
 from data_pipeline.index.reads import document_of, read_checked
 from data_pipeline.ingest import claim
 from data_pipeline.ingest.claim import Claim, NameTaken
 from data_pipeline.plan.tombstones import samples_of
 from data_pipeline.store.open import FolderStore, MemoryStore, MissingKey
 from data_pipeline.sync.compare import compare
+from data_pipeline.sync.contents import Item
 from data_pipeline.sync.places import Place, open_places
-from data_pipeline.sync.rate import Rate, Stopped
-from data_pipeline.sync.survey import OtherContent
+from data_pipeline.sync.rate import Meter, Rate, Stopped
+from data_pipeline.sync.survey import OtherContent, _Look
 from data_pipeline.sync.sync import Options, _Copying, sync
+from data_pipeline.sync.sync_journal import SyncJournal
 from data_pipeline.sync.transfer import Damaged
 from tests.unit.data_pipeline.synced import SHARDS, assert_whole, build, flip, objects_of
 
@@ -331,6 +333,17 @@ def test_one_writer_at_a_time(made, target, monkeypatch):
     sync(made, target)
 
 
+def test_the_folders_of_shards_are_claimed_with_the_source_s_own(made, target, monkeypatch):
+    """Whoever redacts or collects there must not meet a sync that copies shards into them."""
+    monkeypatch.setattr(claim, "_SETTLE_S", 0.0)
+    with Claim(target, "captions"), pytest.raises(NameTaken, match="captions is being written by"):
+        sync(made, target, ["captions_k2"])
+    assert target.list() == []
+    sync(made, target, ["captions_k2"])
+    with Claim(target, "captions"):  # nothing is to be copied into that folder
+        assert sync(made, target, ["captions_k2"]).sources == {"captions_k2": "there"}
+
+
 def test_what_a_collection_removes_while_the_names_settle_is_missed(made, target, monkeypatch):
     """It had looked for newcomers just before the names were taken."""
     sync(made, target)
@@ -394,6 +407,38 @@ def test_what_is_hashed_and_noted_is_not_hashed_again(made, target, monkeypatch)
         key: data for key, data in objects_of(made).items()
         if key.startswith("captions/") or key == "tokenizer/kimi.tiktoken"
     }  # fmt: skip
+
+
+def test_a_journal_vouches_for_the_very_files_that_it_notes(made, target):
+    """Not for others of their size, nor for one that was written again."""
+    first, second = (f"captions/{n:06d}.tar" for n in range(2))
+    sizes = [len(made.get(key)) for key in (first, second)]
+    for key, size in zip((first, second), sizes):
+        etag = target.put(key, made.get(key) if key == first else bytes(size)).etag
+        if key == first:
+            shards = read_manifest(made, "captions")["shards"]
+            SyncJournal(target, "captions").note(Item(key, size, shards[0]["sha256"]), etag)
+    refused(made, target, ["captions"], OtherContent, rf"{second}: sha256 is \w{{64}}, expected")
+    target.put(second, made.get(second))
+    target.put(first, bytes(sizes[0]))
+    refused(made, target, ["captions"], OtherContent, rf"{first}: sha256 is \w{{64}}, expected")
+
+
+def test_a_manifest_vouches_for_its_own_folder_alone(made, target):
+    """captions_2 names shards of captions: its manifest there does not show that they are sound."""
+    other = json.loads(made.get("captions_2/manifest.json"))
+    shard = other["shards"][0]
+    assert shard["key"].startswith("captions/")
+    target.put(shard["key"], bytes(shard["size"]))
+    new = other["shards"][-1]["key"]
+    assert new.startswith("captions_2/")
+    survey = _Look(made, target, [], Rate(), Meter(lambda *_: None))
+    survey._vouch(made.get("captions_2/manifest.json"), "captions_2")
+    assert new in survey._vouched
+    assert shard["key"] not in survey._vouched
+    item = Item(shard["key"], shard["size"], shard["sha256"])
+    with pytest.raises(OtherContent, match=r"captions/000000\.tar: sha256 is \w{64}, expected"):
+        survey.is_there(item)
 
 
 def test_a_manifest_that_appears_meanwhile_is_kept(made, target, monkeypatch):
