@@ -6,7 +6,6 @@ project gives (`OURS`) are ever proposed. A manifest that cannot be read, or a f
 it all: nobody knows what they need.
 """
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,6 +14,7 @@ from typing import Any
 from data_pipeline.govern.collect_plan import Records, Retired, Spot, Thing
 from data_pipeline.govern.holds import Hold, read_holds
 from data_pipeline.index.manifest import manifest_key, read_manifest_file
+from data_pipeline.store.json_objects import read_json
 from data_pipeline.store.objects import check_key, in_threads
 from data_pipeline.store.open import MissingKey, Store
 
@@ -92,7 +92,7 @@ class Root:
 
     def _refers(self, name: str) -> bool:
         try:
-            request = json.loads(self.store.get(f"{name}/.ingest/request.json"))
+            request = read_json(self.store, f"{name}/.ingest/request.json")
         except (MissingKey, ValueError):
             return True
         return not isinstance(request, dict) or "append to" in request

@@ -32,6 +32,7 @@ from data_pipeline.index.redacted import erased, with_redacted
 from data_pipeline.ingest.claim import Claim
 from data_pipeline.names import listed
 from data_pipeline.plan.tombstones import samples_of, unknown_key
+from data_pipeline.store.json_objects import read_json
 from data_pipeline.store.open import FolderStore, MissingKey, S3Store, Store, StoreError
 
 Erasure = tuple[int, bytes]
@@ -289,7 +290,7 @@ def _refuse_unfinished(store: Store, root: _Root) -> None:
     for name in sorted(names - {*root.manifests}):
         request: object = None
         with suppress(MissingKey, ValueError):
-            request = json.loads(store.get(f"{name}/.ingest/request.json"))
+            request = read_json(store, f"{name}/.ingest/request.json")
         if not isinstance(request, dict) or "append to" in request:
             raise ValueError(
                 f"{store.uri}/{name}: a source that may hold the shards of another one is being "

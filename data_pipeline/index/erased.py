@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.index.manifest import expect, index_key, index_of, read_manifest
+from data_pipeline.store.json_objects import MOST_BYTES, read_json
 from data_pipeline.store.objects import in_threads
 from data_pipeline.store.open import FolderStore, MissingBucket, MissingKey, Store
 
@@ -105,6 +106,11 @@ def note_erased(store: Store, index: SourceIndex, samples: Sequence[int]) -> Non
     } | {*known}
     if told != {*known}:
         text = json.dumps({"erased": sorted(told)}, indent=1) + "\n"
+        if len(text) > MOST_BYTES:
+            raise ValueError(
+                f"{store.uri}/{erased_key(index.name)}: {len(told):,} redacted samples take "
+                f"{len(text):,} bytes, at most {MOST_BYTES:,} are read"
+            )
         store.put(erased_key(index.name), text.encode())
 
 
@@ -126,19 +132,12 @@ def note_all_erased(store: Store, name: str) -> None:
 
 def _read(store: Store, name: str) -> list[tuple[int, str]]:
     given: Any = {"erased": []}
-    with suppress(MissingKey):
-        given = _parsed(store.get(erased_key(name)))
     try:
+        with suppress(MissingKey):
+            given = read_json(store, erased_key(name))
         return [(int(crc), str(sha256)) for crc, sha256 in given["erased"]]
     except (KeyError, TypeError, ValueError):
         raise ValueError(
             f"{store.uri}/{erased_key(name)}: expected {{erased: [[crc32, sha256]]}}; as long as "
             "nobody knows what was erased here, nothing is copied or written here: restore it"
         ) from None
-
-
-def _parsed(text: bytes) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None

@@ -6,7 +6,6 @@ Only `data verify` and `SampleStream` read in their own ways and compare for the
 reads what differs again through here.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -16,6 +15,7 @@ from isal.isal_zlib import crc32  # zlib's numbers in a fraction of its time
 
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.index.manifest import IndexMismatch, expect
+from data_pipeline.store.json_objects import parse_json
 from data_pipeline.store.objects import MAX_GAP
 from data_pipeline.store.open import Span, Store, get_many
 
@@ -158,7 +158,8 @@ def read_samples(
         IndexMismatch: as `read_checked`.
     """
     parts = [document_of(index, sample) for sample in samples]
-    return [json.loads(text) for text in read_checked(store, parts, threads)]
+    where = f"{store.uri}/{index.name}: a sample's document"
+    return [parse_json(text, where) for text in read_checked(store, parts, threads)]
 
 
 def check_shards(

@@ -28,6 +28,7 @@ from data_pipeline.config import DataConfig
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.names import did_you_mean
 from data_pipeline.plan.step_plan import ItemTable, SampleTable
+from data_pipeline.store.json_objects import parse_json
 from data_pipeline.store.open import Store, open_store
 
 Pairs = frozenset[tuple[int, int]]
@@ -245,7 +246,7 @@ def parse_entries(
             continue
         told = f"{where}, line {number}"
         try:
-            one = json.loads(line)
+            one = parse_json(line, told)
         except ValueError:
             one = None
         form = '{"source": "captions", "key": "sea-1", "from_step": 1201}'

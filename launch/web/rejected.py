@@ -4,12 +4,12 @@ Lines are looked through from a place in the file on, a stretch a request, which
 one goes on. Their numbers by reason are counted once, as far as the requests so far went.
 """
 
-import json
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from data_pipeline.store.json_objects import parse_json
 from data_pipeline.store.open import MissingKey, ObjectInfo, Store
 
 LINES = 200  # on a page
@@ -67,7 +67,7 @@ class RejectedList:
         reasons, counted = self._count(info)
         lines, end = list[dict[str, Any]](), after
         for end, line in self._lines(info, after):
-            one = json.loads(line)
+            one = parse_json(line, self._key)
             if reason in ("", one["reason"]) and key.lower() in str(one["key"]).lower():
                 lines.append(one)
             if len(lines) == LINES or end - after >= STRETCH:
@@ -80,7 +80,7 @@ class RejectedList:
                 self._info, self._reasons, self._counted = info, Counter(), 0
             begin = self._counted
             for end, line in self._lines(info, begin):
-                self._reasons[json.loads(line)["reason"]] += 1
+                self._reasons[parse_json(line, self._key)["reason"]] += 1
                 self._counted = end
                 if end - begin >= STRETCH:
                     break
