@@ -8,7 +8,6 @@ because a row that is one token off would put every embedding after it in the wr
 any other sign.
 """
 
-import json
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.plan.source import part_span
+from data_pipeline.store.json_objects import parse_json
 from data_pipeline.text import Tokenizer
 
 Segments = Sequence[Mapping[str, Any]]  # the "segments" of a sample's JSON
@@ -115,7 +115,7 @@ def segments_of(document: bytes) -> Segments:
         ValueError: it is no JSON of a sample.
     """
     try:
-        return json.loads(document)["segments"]
+        return parse_json(document, "the JSON of a sample")["segments"]
     except (KeyError, TypeError) as error:
         raise ValueError(f"the JSON of a sample is of another form: {error!r}") from error
 

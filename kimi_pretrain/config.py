@@ -9,7 +9,6 @@ person states.
 """
 
 import difflib
-import re
 import reprlib
 import types
 import typing
@@ -17,7 +16,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from data_pipeline.config import DataConfig
@@ -30,6 +28,7 @@ from kimi_pretrain.parallel.layout import LayoutConfig, check_stages, chunks_of
 from kimi_pretrain.reliability.config import GuardConfig
 from kimi_pretrain.siglip.config import SiglipConfig
 from kimi_pretrain.weights.model_config import LanguageConfig, ModelConfig
+from typed_config import yaml_text
 from typed_config.section import Section, problems
 
 # A value in a message: YAML's aliases let a few lines stand for a billion entries.
@@ -40,36 +39,6 @@ _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlevel = 200, 200, 2
 class ConfigError(ValueError):
     """A configuration that cannot run: the message names the key, the value and what is allowed."""
 
-
-class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-6 is a number, and a key stands once.
-
-    To PyYAML, which follows YAML 1.1, the first is a text; and the later one of two equal keys
-    silently replaces what the first one holds, a whole section perhaps.
-    """
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Compose a mapping; before merge keys (`<<`), which may be overridden, are put in."""
-        node = super().compose_mapping_node(anchor)
-        lines: dict[tuple[str, str], int] = {}
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue
-            name, line = (key.tag, key.value), key.start_mark.line + 1
-            if name in lines:
-                raise yaml.YAMLError(
-                    f"key {key.value!r} stands twice, in lines {lines[name]} and {line}; the "
-                    "second would replace the first; keep one"
-                )
-            lines[name] = line
-        return node
-
-
-_Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
 
 AnySection = typing.TypeVar("AnySection", bound=Section)
 
@@ -542,7 +511,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
 
     Args:
         path: a file, or a preset's name such as `tiny_cpu` or `configs/tiny_cpu.yaml`.
-        overrides: `section.key=value`, the value in YAML syntax.
+        overrides: `section.key=value`, the value in the YAML of `typed_config.yaml_text`.
 
     Raises:
         ConfigError: one message that names every key that is wrong.
@@ -612,7 +581,7 @@ def find_config(path: str | Path, kind: str = "configs") -> Path:
 
 def dump_config(config: Config) -> str:
     """Return the resolved configuration as YAML that `load_config` reads back."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    return yaml_text.dump(config.model_dump(mode="json"))
 
 
 def describe(config: Config) -> str:
@@ -644,9 +613,9 @@ def _text(file: Path) -> str:
 
 def _parse_yaml(text: str, where: str) -> Any:
     try:
-        return yaml.load(text, _Loader)
-    except (yaml.YAMLError, ValueError) as error:  # a ValueError: 2026-13-13 is no date
-        raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
+        return yaml_text.parse(text)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
 
-import yaml
 from pydantic.fields import FieldInfo
 
 from typed_config.section import Section, section_of
+from typed_config.yaml_text import one_line
 
 
 class Default(Enum):
@@ -52,7 +52,7 @@ class Key:
         if self.default is Default.REQUIRED:
             return "required"
         of_a_section = self.section is not None and self.default not in (None, {}, [])
-        return "as below" if of_a_section else as_yaml(self.default)
+        return "as below" if of_a_section else one_line(self.default)
 
 
 def keys(section: type[Section], prefix: str = "") -> Iterator[Key]:
@@ -66,12 +66,6 @@ def keys(section: type[Section], prefix: str = "") -> Iterator[Key]:
         yield key
         if key.section is not None:
             yield from keys(key.section, key.path + _below(field.annotation))
-
-
-def as_yaml(value: Any) -> str:
-    """Return a plain value as YAML in one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False)
-    return text.removesuffix("\n...\n").strip()
 
 
 def _key(path: str, field: FieldInfo) -> Key:
@@ -137,7 +131,7 @@ def _name(kind: Any) -> str:
         bounds = _bounds(metadata)
         return _name(inner[0]) + (f" {bounds}" if bounds else "")
     if origin is Literal:
-        return " / ".join(as_yaml(value) for value in inner)
+        return " / ".join(one_line(value) for value in inner)
     if origin in (typing.Union, types.UnionType):
         return " or ".join("null" if part is type(None) else _name(part) for part in inner)
     if origin is dict:

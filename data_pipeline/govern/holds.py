@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from data_pipeline.index.manifest import folders_with, read_manifest
 from data_pipeline.ingest.claim import Claim
 from data_pipeline.names import did_you_mean, listed
+from data_pipeline.store.json_objects import parse_json, read_bounded
 from data_pipeline.store.open import (
     AccessDenied,
     MissingKey,
@@ -50,7 +51,7 @@ def read_holds(store: Store, sources: Iterable[str] | None = None) -> list[Hold]
     found: list[Hold] = []
     for source in folders_with(store.list(), "holds.json") if sources is None else sources:
         try:
-            given = json.loads(_read(store, holds_key(source)))
+            given = parse_json(_read(store, holds_key(source)), holds_key(source))
             entries = [(one["hold"], source, one["since"], one["shards"]) for one in given["holds"]]
             if not all(map(_is_hold, entries)):
                 raise TypeError
@@ -77,7 +78,7 @@ def _are_keys(given: object) -> bool:
 def _read(store: Store, key: str) -> bytes:
     """Return a file of holds as it is now: they come and go while a process runs."""
     try:
-        return store.get(key)
+        return read_bounded(store, key)
     except ObjectChanged:  # since this store read it for the first time
         return store.get(key, etag=store.head(key).etag)
 

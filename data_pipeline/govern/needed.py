@@ -7,7 +7,6 @@ shards that it names in the folder of no source are told, and stay. A manifest t
 or a file of holds, ends it all: nobody knows what they need.
 """
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ from data_pipeline.govern.collect_plan import Records, Retired, Spot, Thing
 from data_pipeline.govern.holds import Hold, read_holds
 from data_pipeline.index.manifest import folders_with, read_manifest_file
 from data_pipeline.index.own_keys import folder_of, is_own, is_shard
+from data_pipeline.store.json_objects import read_json
 from data_pipeline.store.objects import in_threads
 from data_pipeline.store.open import MissingKey, Store
 
@@ -88,8 +88,8 @@ class Root:
 
     def _refers(self, name: str) -> bool:
         try:
-            request = json.loads(self.store.get(f"{name}/.ingest/request.json"))
-        except (MissingKey, ValueError, RecursionError):
+            request = read_json(self.store, f"{name}/.ingest/request.json")
+        except (MissingKey, ValueError):
             return True
         return not isinstance(request, dict) or "append to" in request
 

@@ -47,6 +47,7 @@ from data_pipeline.index.redacted import with_redacted
 from data_pipeline.ingest.claim import Claim
 from data_pipeline.names import listed
 from data_pipeline.plan.tombstones import samples_of, unknown_key
+from data_pipeline.store.json_objects import read_json
 from data_pipeline.store.open import FolderStore, MissingKey, S3Store, Store, StoreError
 
 _MARK = ".redacted-"
@@ -298,8 +299,8 @@ def _refuse_unfinished(store: Store, root: Root) -> None:
     names = {key.split("/")[0] for key in store.list() if "/.ingest/" in key}
     for name in sorted(names - {*root.manifests}):
         request: object = None
-        with suppress(MissingKey, ValueError, RecursionError):
-            request = json.loads(store.get(f"{name}/.ingest/request.json"))
+        with suppress(MissingKey, ValueError):
+            request = read_json(store, f"{name}/.ingest/request.json")
         if not isinstance(request, dict) or "append to" in request:
             raise ValueError(
                 f"{store.uri}/{name}: a source that may hold the shards of another one is being "

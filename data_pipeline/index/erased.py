@@ -23,6 +23,7 @@ from data_pipeline.index.manifest import (
     read_manifest,
     read_table,
 )
+from data_pipeline.store.json_objects import MOST_BYTES, read_json
 from data_pipeline.store.objects import in_threads
 from data_pipeline.store.open import FolderStore, MissingBucket, MissingKey, Store
 
@@ -110,6 +111,11 @@ def note_erased(store: Store, name: str, index: SourceIndex, samples: Sequence[i
     } | {*known}
     if told != {*known}:
         text = json.dumps({"erased": sorted(told)}, indent=1) + "\n"
+        if len(text) > MOST_BYTES:
+            raise ValueError(
+                f"{store.uri}/{erased_key(name)}: {len(told):,} redacted samples take "
+                f"{len(text):,} bytes, at most {MOST_BYTES:,} are read"
+            )
         store.put(erased_key(name), text.encode())
 
 
@@ -131,19 +137,12 @@ def note_all_erased(store: Store, name: str) -> None:
 
 def _read(store: Store, name: str) -> list[tuple[int, str]]:
     given: Any = {"erased": []}
-    with suppress(MissingKey):
-        given = _parsed(store.get(erased_key(name)))
     try:
+        with suppress(MissingKey):
+            given = read_json(store, erased_key(name))
         return [(int(crc), str(sha256)) for crc, sha256 in given["erased"]]
     except (KeyError, TypeError, ValueError):
         raise ValueError(
             f"{store.uri}/{erased_key(name)}: expected {{erased: [[crc32, sha256]]}}; as long as "
             "nobody knows what was erased here, nothing is copied or written here: restore it"
         ) from None
-
-
-def _parsed(text: bytes) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None

@@ -32,6 +32,7 @@ from data_pipeline.index.columns import (
 from data_pipeline.index.own_keys import check_form, first_shards
 from data_pipeline.index.redacted import with_redacted
 from data_pipeline.names import did_you_mean
+from data_pipeline.store.json_objects import UnsoundJson, parse_json, read_bounded, read_json
 from data_pipeline.store.open import MissingBucket, MissingKey, Store, StoreError
 
 
@@ -48,6 +49,9 @@ RUN_TOMBSTONES = "tombstones.json"
 RUN_BEGAN_AT = "data_began_at.json"
 """In a run's folder: the loader's state before its first step, where that is not step 1."""
 
+MOST_SHARDS = 1 << 18
+"""Shards that a manifest may name: 67 TB at the size that ingest gives them."""
+_MANIFEST_BYTES = 64 << 20
 # Folders asked for a manifest to name a misspelt source: each costs a request.
 _MOST_LOOKED_AT = 100
 
@@ -102,9 +106,10 @@ def write_index(
         provenance: JSON that says what the source was made of; no part of its content.
 
     Raises:
-        ValueError: a source of this name exists.
+        ValueError: a source of this name exists, or it has more shards than are read.
     """
     refuse_finished(store, index.name)
+    refuse_shards(index.name, len(index.shards))
     data = _to_parquet(index)
     if provenance is not None:
         told = json.dumps(provenance, indent=1) + "\n"  # ASCII: names of files need not be UTF-8
@@ -141,6 +146,15 @@ def refuse_finished(store: Store, name: str) -> None:
         f"{store.uri}/{name}: a finished source of this name exists, and runs may be reading it; "
         "choose another name, or delete the folder first"
     )
+
+
+def refuse_shards(name: str, count: int) -> None:
+    """Raise ValueError if a source would have more shards than a manifest may name."""
+    if count > MOST_SHARDS:
+        raise ValueError(
+            f"source {name!r}: {count} shards, at most {MOST_SHARDS}; make larger shards "
+            "(--shard-mb) or several sources"
+        )
 
 
 def sources_at(store: Store) -> list[str]:
@@ -199,20 +213,27 @@ def read_manifest_file(store: Store, name: str) -> tuple[dict[str, Any], bytes]:
             f"{store.uri})"
         )
     try:
-        data = store.get(manifest_key(name))
-        manifest = json.loads(data)
+        data = read_bounded(store, manifest_key(name), _MANIFEST_BYTES)
+        manifest = parse_json(data, f"{where}/manifest.json")
     except MissingKey as error:
         raise MissingKey(
             f"{where}: no manifest.json, so no finished source of this name; "
             f"{_others(store, name)}check the name or run the ingest (again)"
         ) from error
-    except (ValueError, RecursionError) as error:  # not JSON, or nested a thousand levels deep
-        raise IndexMismatch(f"{where}/manifest.json: not JSON; ingest the source again") from error
+    except UnsoundJson as error:
+        raise IndexMismatch(f"{error}; ingest the source again") from error
     found = manifest.get("schema") if isinstance(manifest, dict) else None
     if found != SCHEMA:
         raise IndexMismatch(
             f"{where}/manifest.json: schema is {found!r}, this version reads {SCHEMA!r}; ingest "
             "the source again or use the version that wrote it"
+        )
+    shards = manifest.get("shards")
+    if not isinstance(shards, list) or len(shards) > MOST_SHARDS:
+        told = f"{len(shards)} shards" if isinstance(shards, list) else f"shards {shards!r:.60}"
+        raise IndexMismatch(
+            f"{where}/manifest.json: {told}, expected a list of at most {MOST_SHARDS}; ingest the "
+            "source again"
         )
     try:
         check_form(manifest)
@@ -231,7 +252,7 @@ def read_provenance(store: Store, name: str) -> dict[str, Any] | None:
         IndexMismatch: it is not a JSON object.
     """
     try:
-        found = json.loads(store.get(provenance_key(name)))
+        found = read_json(store, provenance_key(name), _MANIFEST_BYTES)
     except MissingKey:
         return None
     except (ValueError, RecursionError):

@@ -10,7 +10,6 @@ a process that still has the former index. Who reads for long follows such shard
 ones (`moved`): all samples but the redacted ones are read on, with the same checksums.
 """
 
-import json
 import logging
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
@@ -24,6 +23,7 @@ from isal.isal_zlib import crc32  # zlib's numbers in a fraction of its time
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.index.manifest import IndexMismatch, expect, read_manifest
 from data_pipeline.index.redacted import is_erased
+from data_pipeline.store.json_objects import parse_json
 from data_pipeline.store.objects import MAX_GAP
 from data_pipeline.store.open import MissingKey, Span, Store, StoreUnavailable, get_many
 
@@ -244,7 +244,8 @@ def read_samples(
         IndexMismatch: as `read_checked`.
     """
     parts = [document_of(index, sample) for sample in samples]
-    return [json.loads(text) for text in read_checked(store, parts, threads)]
+    where = f"{store.uri}/{index.name}: a sample's document"
+    return [parse_json(text, where) for text in read_checked(store, parts, threads)]
 
 
 def check_shards(

@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+from data_pipeline.store.json_objects import parse_json
 from data_pipeline.store.open import (
     FolderStore,
     MemoryStore,
@@ -173,8 +174,8 @@ class Claim:
             except ObjectChanged:
                 continue  # it was written in between
             try:
-                found = json.loads(data)
-            except (ValueError, RecursionError):
+                found = parse_json(data, self._key)
+            except ValueError:
                 found = {}
             return found if isinstance(found, dict) else {}, etag
 

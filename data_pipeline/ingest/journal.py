@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from data_pipeline.ingest.parts import Part
+from data_pipeline.store.json_objects import read_json
 from data_pipeline.store.open import FolderStore, MissingBucket, MissingKey, Store
 
 _THREADS = 8
@@ -47,7 +48,7 @@ class Journal:
             ValueError: another one was, and shards of it are done; the message says what differs.
         """
         try:
-            found = json.loads(self._store.get(f"{self._folder}/request.json"))
+            found = read_json(self._store, f"{self._folder}/request.json")
         except (MissingKey, MissingBucket):
             return False
         if self._request is not None and found == self._request:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from data_pipeline.index.columns import COLUMNS, GROUPS, ShardInfo, SourceIndex
 from data_pipeline.ingest.prepare import Prepared
 from data_pipeline.ingest.samples import Rejection
+from data_pipeline.store.json_objects import parse_json
 from data_pipeline.text import Tokenizer
 
 # How many entries a sample has in each group: an integer column per group.
@@ -95,7 +96,7 @@ class Part:
         """Read what `to_bytes` gave."""
         with np.load(io.BytesIO(data), allow_pickle=False) as found:
             columns = {name: found[name] for name in _KINDS}
-            head = json.loads(found["head"].tobytes())
+            head = parse_json(found["head"].tobytes(), "a part of the journal")
         return cls(
             shard=ShardInfo(**head["shard"]),
             keys=head["keys"],

@@ -27,6 +27,7 @@ from data_pipeline.ingest.samples import (
     check_region,
     check_text,
 )
+from data_pipeline.store.json_objects import check_nesting
 from data_pipeline.text import Tokenizer
 from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO, video_chunks
 from moonvit3d.media import MediaError, Probe, is_turned
@@ -95,6 +96,7 @@ def prepare(
         sheet.add(number, segment)
     _check_sizes(sheet, policy)
     try:
+        check_nesting({"meta": sample.meta}, "meta")
         document = sample_json(sheet.described, sample.meta)
     except (TypeError, ValueError, RecursionError) as error:
         raise Refused("not JSON", str(error)) from None

@@ -4,7 +4,6 @@ All are small and picklable; `load` reads the files, in whatever process it is c
 """
 
 import hashlib
-import json
 import mimetypes
 import os
 import re
@@ -23,6 +22,7 @@ from data_pipeline.ingest.samples import (
     Refused,
     VideoSegment,
 )
+from data_pipeline.store.json_objects import UnsoundJson, parse_json
 from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO
 
 # Files that hold a text as it is: captions beside media, and samples of the categories of text.
@@ -99,9 +99,9 @@ def _decoded(data: bytes, name: str) -> str:
 
 def _parsed(data: bytes, name: str) -> Any:
     try:
-        return json.loads(_decoded(data, name))
-    except (ValueError, RecursionError) as error:
-        raise Refused("unreadable", f"{name}: not JSON: {error}") from None
+        return parse_json(_decoded(data, name), name)
+    except UnsoundJson as error:
+        raise Refused("unreadable", str(error)) from None
 
 
 @dataclass(frozen=True)

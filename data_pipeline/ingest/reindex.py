@@ -5,7 +5,6 @@ another tokenizer. The old index stays as it is, because runs may be reading it:
 source of its own, whose manifest names the old one's shards.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,6 +24,7 @@ from data_pipeline.index.shards import check_source_name
 from data_pipeline.ingest.claim import Claim
 from data_pipeline.ingest.ordered import ordered_map
 from data_pipeline.ingest.prepare import count_numbers, item_prefix
+from data_pipeline.store.json_objects import parse_json
 from data_pipeline.store.open import Store
 from data_pipeline.text import Tokenizer
 
@@ -108,7 +108,8 @@ def documents(store: Store, index: SourceIndex, threads: int) -> Iterator[list[b
 
 def _counter(tokenizer: Tokenizer) -> Callable[[list[bytes]], list[Counts]]:
     def count(documents: list[bytes]) -> list[Counts]:
-        return [count_tokens(json.loads(text)["segments"], tokenizer) for text in documents]
+        parsed = (parse_json(text, "a sample's document") for text in documents)
+        return [count_tokens(document["segments"], tokenizer) for document in parsed]
 
     return count
 

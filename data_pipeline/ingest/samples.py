@@ -14,6 +14,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from data_pipeline.store.json_objects import MOST_BYTES
+
 # Shape of a region -> its code in the index.
 SHAPES = {"point": 0, "box": 1, "polygon": 2, "turn": 3}
 TURNS = (0, 90, 180, 270)
@@ -178,6 +180,10 @@ class IngestPolicy:
     texts_only: bool = False
 
     def __post_init__(self) -> None:
+        if self.max_document_bytes > MOST_BYTES:
+            raise ValueError(
+                f"max_document_bytes {self.max_document_bytes}: at most {MOST_BYTES} are read"
+            )
         # The index columns are int32 and int16.
         if self.max_text_tokens >= 2**31 or self.max_items >= 2**15:
             raise ValueError(

@@ -12,6 +12,7 @@ from typing import Any
 
 from data_pipeline.index.columns import ShardInfo
 from data_pipeline.index.erased import Erased
+from data_pipeline.index.manifest import refuse_shards
 from data_pipeline.index.shards import ShardBuilder
 from data_pipeline.ingest.claim import Claim
 from data_pipeline.ingest.journal import Journal
@@ -167,6 +168,7 @@ class ShardWriter:
         """Hand the shard over to the thread, once that is done with the one before."""
         self._settle()
         number, filling = len(self._parts), self._filling
+        refuse_shards(self._name, number + 1)
         self._done.update(filling.counts())
         self._filling = _Filling()
         self._uploading = self._thread.submit(self._put, number, filling, cursor, last)

@@ -4,7 +4,6 @@ Texts come in the order of the inputs, so that the same inputs give the same ran
 not read.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ from data_pipeline.ingest.samples import (
     RegionSegment,
     TextSegment,
 )
+from data_pipeline.store.json_objects import parse_json
 from data_pipeline.store.open import Store
 
 _POLICY = replace(IngestPolicy(), texts_only=True)
@@ -51,7 +51,7 @@ def source_texts(store: Store, index: SourceIndex, threads: int = 16) -> Iterato
     """Yield the texts of a finished source; a StoreError if shards are damaged or not readable."""
     for batch in documents(store, index, threads):
         for document in batch:
-            for segment in json.loads(document)["segments"]:
+            for segment in parse_json(document, f"{store.uri}/{index.name}")["segments"]:
                 yield from _stored_texts(segment)
 
 

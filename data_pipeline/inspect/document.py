@@ -5,7 +5,6 @@ the format says. Everything here is a pure function of bytes and index; `inspect
 brings the bytes.
 """
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from data_pipeline import decode
 from data_pipeline.augment.regions import BOX, POINT, POLYGON, TURN
 from data_pipeline.index.columns import GROUPS, PIECE_ITEM, PIECE_REGION, PIECE_TEXT, SourceIndex
 from data_pipeline.inspect.problem import Fault
+from data_pipeline.store.json_objects import UnsoundJson, parse_json
 from data_pipeline.text import Tokenizer
 from moonvit3d import media
 from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO, video_chunks
@@ -69,9 +69,9 @@ def describe(data: bytes, tokenizer: Tokenizer | None) -> Described | Fault:
     Tokens are counted by the index's own tokenizer; without it they are not.
     """
     try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        return Fault("document", f"not JSON: {error}")
+        document = parse_json(data, "document")
+    except UnsoundJson as error:
+        return Fault("document", str(error).removeprefix("document: "))
     try:
         _fields("the document", document, meta=dict, segments=list)
         return _Reader(tokenizer).read(document["segments"])

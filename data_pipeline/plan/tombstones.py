@@ -34,6 +34,7 @@ from data_pipeline.index.shards import check_source_name
 from data_pipeline.names import listed
 from data_pipeline.plan.redactions import HASH, Since, note_of, since_of
 from data_pipeline.plan.step_plan import ItemTable, SampleTable
+from data_pipeline.store.json_objects import parse_json
 from data_pipeline.store.open import MissingBucket, MissingKey, Store, open_store
 
 Pairs = frozenset[tuple[int, int]]
@@ -265,7 +266,7 @@ def recorded_tombstones(where: str, text: str, indices: Sequence[SourceIndex]) -
     names = tuple(index.name for index in indices)
     sizes = [index.num_samples for index in indices]
     try:
-        noted = json.loads(text)
+        noted = parse_json(text, where)
         redactions = noted["redacted"]
         rows = [(names.index(name), int(at), int(step)) for name, at, step in noted["tombstones"]]
         wrong = any(not (0 <= at < sizes[of] and 0 <= step < 2**62) for of, at, step in rows)
@@ -357,7 +358,7 @@ def parse_entries(where: str, text: str, *, steps: bool = True) -> list[tuple[in
             continue
         told = f"{where}, line {number}"
         try:
-            one = json.loads(line)
+            one = parse_json(line, told)
         except ValueError:
             one = None
         form = '{"source": "captions", "key": "sea-1", "from_step": 1201}'

@@ -12,7 +12,6 @@ Runs know redactions by their order (`plan.redactions`), so the target takes the
 the source's side, after those that it had.
 """
 
-import json
 from collections.abc import KeysView, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from typing import Any
 from data_pipeline.index.erased import Erased, read_erased
 from data_pipeline.index.manifest import IndexMismatch, identity_of, read_index, read_manifest
 from data_pipeline.names import listed
+from data_pipeline.store.json_objects import parse_json
 from data_pipeline.store.open import FolderStore, MissingBucket, MissingKey, Store
 from data_pipeline.sync.contents import Contents
 from data_pipeline.sync.survey import OtherContent
@@ -50,7 +50,7 @@ def settle(source: Store, target: Store, found: Sequence[Contents]) -> Redaction
     """
     settled = Redactions()
     for one in found:
-        ours, theirs = json.loads(one.manifest), None
+        ours, theirs = parse_json(one.manifest, one.name), None
         with suppress(IndexMismatch):  # the survey says what is there
             theirs = _manifest(target, one.name)
         if (

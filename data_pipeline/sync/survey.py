@@ -6,7 +6,6 @@ went last, when all its files had been compared) or the journal of a killed sync
 file of the right size is read and hashed.
 """
 
-import json
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 from data_pipeline.index.manifest import manifest_key
 from data_pipeline.index.own_keys import folder_of
+from data_pipeline.store.json_objects import parse_json, read_bounded
 from data_pipeline.store.open import FolderStore, MissingBucket, MissingKey, ObjectInfo, Store
 from data_pipeline.sync.contents import Contents, Item
 from data_pipeline.sync.rate import Meter, Rate
@@ -109,7 +109,7 @@ class _Look:
 
     def _manifest(self, name: str) -> bytes | None:
         try:
-            return self._target.get(manifest_key(name))
+            return read_bounded(self._target, manifest_key(name))
         except MissingKey:
             return None
         except MissingBucket:
@@ -142,7 +142,7 @@ class _Look:
 
     def _other_source(self, one: Contents, there: bytes) -> OtherContent:
         where = f"{self._target.uri}/{manifest_key(one.name)}"
-        ours, theirs = json.loads(one.manifest), _parsed(there)
+        ours, theirs = parse_json(one.manifest, one.name), _parsed(there)
         for what in ("content_hash", "index_sha256"):
             if theirs.get(what) != ours[what]:
                 return OtherContent(
@@ -199,8 +199,8 @@ class _Look:
 
 def _parsed(manifest: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(manifest)
-    except (ValueError, RecursionError):
+        found = parse_json(manifest, "a manifest")
+    except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -17,6 +17,7 @@ from kimi_pretrain.config import Config
 from kimi_pretrain.dep.cost_fit import DIGITS, Fit, Floats, fit, flops_shape
 from kimi_pretrain.dep.measure import SMALLEST, EncoderRun, Measured, Progress, measure, packs_of
 from moonvit3d.rows import BLOCK
+from typed_config.yaml_text import one_line
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def _threads(count: int | None) -> Iterator[None]:
 
 def yaml_block(result: Calibration) -> str:
     """Return the cost model as lines for a config file."""
-    lines = [f"    {name}: {value!r}" for name, value in result.cost.items()]
+    lines = [f"    {name}: {one_line(value)}" for name, value in result.cost.items()]
     return "\n".join(["dep:", "  cost:", *lines])
 
 

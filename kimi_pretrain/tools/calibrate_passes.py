@@ -28,6 +28,7 @@ from kimi_pretrain.optim.muonclip import DistributedMuonClip
 from kimi_pretrain.parallel.layout import LayoutConfig
 from kimi_pretrain.tools.predict import Progress
 from moonvit3d.model import VisionEncoder
+from typed_config.yaml_text import one_line
 
 MOST_REPEATS, LEAST_REPEATS = 20, 3
 UPDATE_REPEATS = 5
@@ -305,7 +306,10 @@ def yaml_lines(result: PassCalibration) -> list[str]:
         line
         for name, section in sections.items()
         if section is not None
-        for line in (f"  {name}:", *(f"    {k}: {v!r}" for k, v in section.model_dump().items()))
+        for line in (
+            f"  {name}:",
+            *(f"    {k}: {one_line(v)}" for k, v in section.model_dump().items()),
+        )
     ]
 
 

@@ -1,6 +1,5 @@
 """Held-out samples for an evaluation: which count, and their documents as they are attended."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +11,7 @@ from data_pipeline.decode import decode_item
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.index.reads import document_of, medium_of, read_checked, read_samples
 from data_pipeline.plan.layout import lay_out
+from data_pipeline.store.json_objects import parse_json
 from data_pipeline.store.open import Store
 from data_pipeline.text import Tokenizer
 from kimi_pretrain.config import Config
@@ -130,8 +130,9 @@ def read_examples(
         grid: Grid = tuple(layout.grid[place].tolist())
         body, kind = bodies[len(samples) + place], int(index.item_kind[item])
         patches = decode_item(body, kind, 0, config.data.limits, grid)
+        segments = parse_json(bodies[place], "the JSON of a sample")["segments"]
         around = int(layout.length[place] - layout.vision[place])
-        examples.append(Example(json.loads(bodies[place])["segments"], patches, grid, around))
+        examples.append(Example(segments, patches, grid, around))
     return examples
 
 

@@ -14,7 +14,6 @@
 A source that is the name of an earlier stage stands for that one's last checkpoint.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from kimi_pretrain.config import (
 from launch.local.versions import load_pinned
 from launch.slurm.request import SlurmRequest
 from typed_config.section import Section
+from typed_config.yaml_text import one_line
 
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]*")
 
@@ -204,11 +204,8 @@ def _sources(chain: Chain, index: int, where: str) -> Iterator[tuple[str, str]]:
 
 
 def _texts(values: Mapping[str, Any]) -> list[str]:
-    """Return the values as overrides; JSON is YAML, and says which text is no number."""
-    try:
-        return [f"{key}={json.dumps(value)}" for key, value in values.items()]
-    except TypeError as error:  # a date, as YAML reads 2026-11-23
-        raise ConfigError(f"{error}: write the value in quotes") from None
+    """Return the values as overrides."""
+    return [f"{key}={one_line(value)}" for key, value in values.items()]
 
 
 def _check_places(stages: Sequence[PlannedStage], file: Path) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from kimi_pretrain.config import Config, load_config
-from typed_config.reference import Default, Key, as_yaml, keys
+from typed_config.reference import Default, Key, keys
 from typed_config.section import Section
+from typed_config.yaml_text import one_line
 
 WIDTH = 96
 
@@ -87,7 +88,7 @@ def lines(found: list[Key], values: Mapping[str, Any] | None = None) -> Iterator
     """Yield keys for the terminal; with the values of a configuration, those too."""
     for key in found:
         value = _value(values, key.path) if values is not None else Default.REQUIRED
-        given = "" if isinstance(value, Default | dict) else f" = {as_yaml(value)}"
+        given = "" if isinstance(value, Default | dict) else f" = {one_line(value)}"
         yield f"{key.path}{given}" + ("" if key.unit == "-" else f"  [{key.unit}]")
         default = key.default_text if key.default is Default.REQUIRED else (
             f"default {key.default_text}")  # fmt: skip
@@ -179,11 +180,11 @@ def _block(found: list[Key], values: Mapping[str, Any], prefix: str) -> Iterator
         if key.path in EDITS:
             number = list(EDITS).index(key.path) + 1
             yield f"{pad}# EDIT {number} of {len(EDITS)}: {EDITS[key.path]}"
-            yield f"{pad}{name}: {as_yaml(value)}"
+            yield f"{pad}{name}: {one_line(value)}"
         elif key.path in SHOWN or key.default is Default.REQUIRED or value != key.default:
-            yield f"{pad}{name}: {as_yaml(value)}"
+            yield f"{pad}{name}: {one_line(value)}"
         else:
-            yield f"{pad}#{name}: {EXAMPLES.get(key.path, as_yaml(key.default))}"
+            yield f"{pad}#{name}: {EXAMPLES.get(key.path, one_line(key.default))}"
 
 
 def _comment(key: Key, pad: str) -> Iterator[str]:

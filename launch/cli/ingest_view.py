@@ -1,6 +1,5 @@
 """What `kimi-pretrain data ingest` shows: a bar while it works, then what was rejected."""
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from rich.progress import MofNCompleteColumn, TextColumn
 from rich.table import Table
 
 from data_pipeline.ingest.shard_writer import IngestProgress
+from data_pipeline.store.json_objects import parse_json
 from data_pipeline.store.open import Store
 from launch.cli.progress import shown
 
@@ -73,7 +73,7 @@ def rejections(store: Store, name: str) -> dict[str, tuple[int, str]]:
     """
     found: dict[str, tuple[int, str]] = {}
     for line in store.get(f"{name}/rejected.jsonl").splitlines():
-        told = json.loads(line)
+        told = parse_json(line, f"{name}/rejected.jsonl")
         count, first = found.get(told["reason"], (0, f"{told['key']}: {told['detail']}"))
         found[told["reason"]] = count + 1, first
     return dict(sorted(found.items(), key=lambda item: (-item[1][0], item[0])))

@@ -5,7 +5,6 @@ a promotion would read other data, and a catalogue that is away would keep a run
 the same reason a run folder stands by what it resolved once (`data.asked` of its config.yaml).
 """
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from kimi_pretrain.config import Config, ConfigError, load_config, read_yaml
+from typed_config.yaml_text import one_line
 
 if TYPE_CHECKING:
     from data_pipeline.store.open import Store
@@ -63,7 +63,7 @@ def load_pinned(
                 one[key] = _renamed(one[key], names, f"data.{key}")
     data["asked"] |= {folder: name for name, folder in sorted(names.items())}
     keys = (*_KEYS, "schedule", "asked")
-    pinned = (*overrides, *(f"data.{key}={json.dumps(data[key])}" for key in keys if data[key]))
+    pinned = (*overrides, *(f"data.{key}={one_line(data[key])}" for key in keys if data[key]))
     return load_config(config, pinned), pinned
 
 

@@ -4,7 +4,6 @@ Nothing is read but what stands in the rows that are asked for. The steps before
 read; what was planned once is not planned again, also where somebody did not wait for its end.
 """
 
-import json
 import math
 import threading
 import time
@@ -19,6 +18,7 @@ from data_pipeline.fetch import Fetcher, Needs, StepRequest, resolve
 from data_pipeline.index.reads import read_checked
 from data_pipeline.loader import StepBatch
 from data_pipeline.plan.planner import GlobalPlan, Planner, State
+from data_pipeline.store.json_objects import parse_json
 from data_pipeline.store.open import Store
 from data_pipeline.text import Tokenizer
 from launch.pages.html import num_bytes
@@ -168,4 +168,7 @@ class StepReader:
         damaged = {entry.sample for entry in batch.bad if entry.item is None}
         reads = [read for read in request.texts if read.sample not in damaged]
         bodies = read_checked(self._store, reads)
-        return {read.sample: json.loads(body) for read, body in zip(reads, bodies, strict=True)}
+        return {
+            read.sample: parse_json(body, f"sample {read.sample}")
+            for read, body in zip(reads, bodies, strict=True)
+        }

@@ -4,7 +4,6 @@ A source is read again when its manifest is another (`fresh`): nothing of a samp
 is shown afterwards.
 """
 
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ from data_pipeline.inspect.problem import Fault
 from data_pipeline.inspect.query import Facts
 from data_pipeline.names import did_you_mean
 from data_pipeline.store.addresses import endpoint_of
+from data_pipeline.store.json_objects import parse_json
 from data_pipeline.store.objects import in_threads
 from data_pipeline.store.open import MissingKey, Span, Store, open_store
 from launch.web.fresh import Fresh, manifests_of
@@ -142,7 +142,7 @@ class ShownSource:
                 f"source {self.name!r}, sample {sample} ({index.key_of(sample - first)!r}): its "
                 f"document cannot be shown: {faults[0].detail}"
             )
-        return json.loads(data)
+        return parse_json(data, f"sample {sample}")
 
     def media(self, sample: int) -> list[Medium]:
         """Return the media files of a sample, in order.

@@ -8,6 +8,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from data_pipeline.store.json_objects import parse_json
+
 LONGEST = 64 << 10
 """Bytes of a line that is read; longer ones are shown as such."""
 
@@ -20,9 +22,9 @@ def fields_of(line: bytes, names: Sequence[str]) -> dict[str, str] | None:
     if len(line) > LONGEST:
         return None
     try:
-        found = json.loads(line)
+        found = parse_json(line, "a line")
         return {name: _text(found[name]) for name in names}
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         return None
 
 
