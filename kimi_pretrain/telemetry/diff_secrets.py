@@ -25,7 +25,8 @@ _SECRET_FILE = re.compile(
 )
 _FORMS = re.compile(
     rb"\b(?:AKIA|ASIA|AIDA|AROA)[A-Z0-9]{12,}"  # Amazon
-    rb"|\b(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|pk_live_|sk_live_|xox[abeprs]-|AIza|npm_|pypi-|dop_v1_)"
+    rb"|\b(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|pk_live_|sk_live_|xox[abeprs]-|AIza|npm_|pypi-"
+    rb"|dop_v1_)"
     rb"[A-Za-z0-9_\-]{12,}"
     rb"|\beyJ[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]{8,}(?:\.[A-Za-z0-9_\-]*)?"  # JSON Web Token
 )
