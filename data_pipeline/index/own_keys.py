@@ -65,6 +65,8 @@ def check_form(manifest: Mapping[str, Any]) -> None:
     _expect(manifest["tokenizer"], str, "name", "sha256")
     shards = _entries(manifest, "shards", "samples")
     keys = _checked_keys(shards, "shard")
+    for shard in shards:
+        _expect(shard, int, "samples")
     if "redacted" not in manifest:
         return
     _expect(manifest, dict, "redacted")

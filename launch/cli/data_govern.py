@@ -290,6 +290,13 @@ def _tell_plan(store: "Store", todo: "Plan") -> None:
         typer.echo(f"maybe the same bytes as {twin.of!r}: {twin.source} {twin.key!r}, which stays")
     if len(todo.twins) > _SHOWN:
         typer.echo(f"and {len(todo.twins) - _SHOWN:,} more that may hold the same bytes")
+    for one in todo.elsewhere[:_SHOWN]:
+        typer.echo(
+            f"redacted in {one.of}, which shares its shard, and not in {one.source}: {one.key!r}, "
+            "which stays: name it if it is to be redacted there, too"
+        )
+    if len(todo.elsewhere) > _SHOWN:
+        typer.echo(f"and {len(todo.elsewhere) - _SHOWN:,} more that are redacted elsewhere alone")
 
 
 def _tell_done(done: "Done") -> None:

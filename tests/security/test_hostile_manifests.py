@@ -6,6 +6,8 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from data_pipeline.govern.collect import apply, propose
 from data_pipeline.govern.collect_plan import Plan, Retired
@@ -23,6 +25,7 @@ from data_pipeline.index.manifest import (
     read_table,
     write_index,
 )
+from data_pipeline.index.own_keys import check_form, first_shards, is_shard
 from data_pipeline.ingest.ingest import ingest
 from data_pipeline.ingest.reindex import reindex
 from data_pipeline.ingest.samples import CrudeSample, Listed, TextSegment
@@ -384,3 +387,54 @@ def test_what_a_stranger_s_redaction_is_said_to_be_is_not_done_to_the_original(s
     store.delete(manifest_key("evil"))
     with pytest.raises(OtherContent, match=r"if nobody did, do not trust .*target/evil: remove it"):
         sync(store, target, ["victim"])
+
+
+ABOUT = {"size": 9, "sha256": "0123456789ab" + "0" * 52}
+GOOD = {
+    "name": "a", "category": "text", "content_hash": "c", "index_sha256": "i", "samples": 2,
+    "items": 0, "tokenizer": {"name": "t", "sha256": "s"},
+    "shards": [
+        {"key": f"a/000000.{NEW}.tar", "samples": 1, **ABOUT},
+        {"key": "b/000001.tar", "samples": 1, **ABOUT},
+    ],
+    "redacted": {
+        "made_as": "m", "samples": [0],
+        "replaced": [{"key": "a/000000.tar", "by": f"a/000000.{NEW}.tar", **ABOUT}],
+    },
+}  # fmt: skip
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+    | st.sampled_from([f"{name}/000000{mark}.tar" for name in "ab" for mark in ("", f".{NEW}")]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=4,
+)  # fmt: skip
+
+
+def holders(value):
+    """All objects and lists inside a value, with their keys."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, inside in list(items):
+        yield value, key
+        if isinstance(inside, dict | list):
+            yield from holders(inside)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_manifest_is_sound_or_refused_in_words(data):
+    """And what passes is complete: nothing that reads it finds a field of another type."""
+    check_form(GOOD)
+    manifest = json.loads(json.dumps(GOOD))
+    for _ in range(data.draw(st.integers(1, 2))):
+        holder, key = data.draw(st.sampled_from(list(holders(manifest))))
+        if data.draw(st.booleans()) and isinstance(holder, dict):
+            del holder[key]
+        else:
+            holder[key] = data.draw(VALUES)
+    try:
+        check_form(manifest)
+    except ValueError:
+        return
+    assert len(first_shards(manifest)) == len(manifest["shards"])
+    assert all(is_shard(one["key"]) for one in manifest["shards"])
+    assert all(type(one["samples"]) is int for one in manifest["shards"])

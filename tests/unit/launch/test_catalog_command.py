@@ -133,7 +133,7 @@ def test_a_lost_catalogue_has_its_names_back(root):
     told = run("catalog", "rebuild", root, code=1)
     assert told.stdout.split() == ["captions@2", "captions@3", "captions@4", "web@1"]
     wrong = told.stderr.splitlines()
-    assert "bare: manifest.json has no field 'index_sha256'" in wrong[0]
+    assert "bare/manifest.json: does not have its form: name is" in wrong[0]
     assert "captions: content_hash is" in wrong[1]
     assert "web_again: web under the same root holds this content" in wrong[2]
     shown = json.loads(run("catalog", "show", "captions@4", "--json").stdout)
