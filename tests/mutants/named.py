@@ -57,8 +57,8 @@ NAMED: list[tuple[str, str, str, tuple[str, ...]]] = [
     ),
     (
         "kimi_pretrain/tools/exposure.py",
-        "found.heldout = sorted({*there} & {*config.data.heldout})",
-        "found.heldout = []",
+        "found.heldout, found.untold = _held_out(run_dir, store, there)",
+        "found.heldout, found.untold = [], []",
         (f"{_OURS}/tools/test_exposure.py",),
     ),
     (
@@ -74,15 +74,15 @@ NAMED: list[tuple[str, str, str, tuple[str, ...]]] = [
         (f"{_OURS}/tools/test_exposure.py",),
     ),
     (
-        "kimi_pretrain/tools/exposure.py",
-        'since.append((int(newest.get("step", 0)), tuple(counts)))',
-        "since.append((0, tuple(counts)))",
+        "data_pipeline/plan/tombstones.py",
+        "since_of(where, redactions, names, redacted))",
+        "((0, tuple(map(len, redacted))),))",
         (f"{_OURS}/tools/test_exposure.py",),
     ),
     (
         "kimi_pretrain/tools/exposure.py",
-        'if config.train.start_optimizer != "keep":',
-        "if True:",
+        "return began | (history and {key: here[key] for key in _DATA} | history)",
+        "return here | history",
         (f"{_OURS}/tools/test_exposure.py",),
     ),
     (
