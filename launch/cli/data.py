@@ -100,13 +100,13 @@ def ingest(
         _use_endpoint(endpoint)
         store = open_store(to)
         ranks = named_tokenizer(tokenizer, store, endpoint)
-        options = {"prefix_keys": prefix_keys, "follow_links": follow_links}
         before = append_to
         if append_to is not None and "@" in append_to:
             from launch.local.versions import folder_of
 
             before = folder_of(append_to, store, endpoint)
-        reader, pace = open_inputs(inputs, category, **options), Pace()
+        reader = open_inputs(inputs, category, prefix_keys=prefix_keys, follow_links=follow_links)
+        pace = Pace()
         try:
             with ingest_bar(name, reader.total, pace) as show:
                 index = write_source(
@@ -130,8 +130,8 @@ def ingest(
         print_rejections(found, f"{store.uri}/{name}")
         if pace.now.turned:
             typer.echo(
-                f"{pace.now.turned} images carry an EXIF orientation, which is not applied: if "
-                "they should be upright, turn them and ingest them again",
+                f"{pace.now.turned} images or clips carry an EXIF orientation or a rotation tag, "
+                "which is not applied: if they should be upright, turn them and ingest them again",
                 err=True,
             )
         summary = {
