@@ -25,7 +25,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -59,13 +59,18 @@ class MediaError(ValueError):
 
 @dataclass(frozen=True)
 class Probe:
-    """What a file says it holds. `fps` is 0 for an image; sizes are pixels as stored."""
+    """What a file says it holds. `fps` is 0 for an image; sizes are pixels as stored.
+
+    `turned`, which `verify` finds, says whether an EXIF orientation or a video's rotation tag asks
+    for another side up (neither is applied).
+    """
 
     format: str
     frames: int
     height: int
     width: int
     fps: float
+    turned: bool = False
 
 
 def probe(data: bytes, kind: int) -> Probe:
@@ -97,16 +102,16 @@ def verify(data: bytes, kind: int, check: Callable[[Probe], object] | None = Non
         check(found)
     if kind == KIND_IMAGE:
         read_image(data)
-        return found
-    decoded = 0
+        return replace(found, turned=is_turned(data))
+    decoded, turned = 0, False
     with _open_video(data, found) as (container, stream):
-        for _ in _of_one_size(container.decode(stream), found):
-            decoded += 1
+        for frame in _of_one_size(container.decode(stream), found):
+            decoded, turned = decoded + 1, turned or frame.rotation != 0
             if check is not None:
                 check(found)
     if decoded != found.frames:
         raise MediaError(f"the file lists {found.frames} frames, {decoded} decode")
-    return found
+    return replace(found, turned=turned)
 
 
 def is_turned(data: bytes) -> bool:
@@ -129,7 +134,8 @@ def read_image(data: bytes, check: Callable[[Probe], object] | None = None) -> N
         check: called with what the header says, before room is made for any pixel; it may raise.
 
     Raises:
-        MediaError: another format, damaged or cut off, too large, animated, or 16-bit grey.
+        MediaError: another format, damaged or cut off, too large, animated, 16-bit grey, or 16-bit
+            colour of which one is transparent.
     """
     with _open_image(data) as image:
         if check is not None:
@@ -141,11 +147,29 @@ def read_image(data: bytes, check: Callable[[Probe], object] | None = None) -> N
             raise MediaError(f"pixels of {depth}; write the image as 8-bit grey or RGB")
         if image.format != "PNG" and getattr(image, "is_animated", False):
             raise MediaError(f"animated {image.format}; store it as a video (MP4)")
+        if image.format == "PNG" and "transparency" in image.info:
+            image.info["transparency"] = _transparent(image, depth=data[24])
         if image.mode in _ALPHA_MODES or "transparency" in image.info:
             layer = image.convert("RGBA")
             white = Image.new("RGBA", layer.size, (255, 255, 255, 255))
             return np.asarray(Image.alpha_composite(white, layer).convert("RGB"))
         return np.asarray(image.convert("RGB"))
+
+
+def _transparent(image: Image.Image, depth: int) -> object:
+    """Return which value of a PNG is transparent, in the 8 bits to which Pillow brings its pixels.
+
+    Pillow keeps the value as it is stored, and so compares 3 with 255 in a picture of 2 bits.
+    """
+    value, levels = image.info["transparency"], (1 << depth) - 1
+    if image.mode == "RGB":
+        if depth == 16:
+            raise MediaError(
+                "16-bit colour of which one value is transparent; write the image as 8-bit RGB or "
+                "with an alpha channel"
+            )
+        return tuple(part & levels for part in value)
+    return (value & levels) * 255 // levels if image.mode == "L" else value
 
 
 def read_video(
@@ -244,6 +268,8 @@ def _open_image(data: bytes) -> Iterator[Image.Image]:
     """The opened image; Pillow's errors inside the block become MediaError."""
     reader, pixels = _reader(data), 0
     try:
+        if reader is PngImagePlugin.PngImageFile:
+            data = _without_texts(data)
         with _STRICT, reader(io.BytesIO(data)) as image:
             _check_size(image.width, image.height)
             pixels = image.width * image.height
@@ -253,6 +279,21 @@ def _open_image(data: bytes) -> Iterator[Image.Image]:
     except Exception as error:  # Pillow's parsers raise many kinds on damaged files
         _check_room(pixels, error)
         raise MediaError(f"{reader.format} does not decode: {_reason(error)}") from error
+
+
+def _without_texts(data: bytes) -> bytes:
+    """Return a PNG without its compressed and international texts, which say nothing of its pixels.
+
+    Pillow unpacks them while it opens a picture, and refuses the picture if one is above 1 MiB.
+    """
+    at, kept, begin = 8, [], 0
+    while at + 12 <= len(data):
+        end = at + 12 + int.from_bytes(data[at : at + 4], "big")
+        if data[at + 4 : at + 8] in (b"zTXt", b"iTXt") and end <= len(data):
+            kept.append(data[begin:at])
+            begin = end
+        at = end
+    return b"".join([*kept, data[begin:]]) if kept else data
 
 
 def _check_size(width: int, height: int) -> None:

@@ -229,11 +229,10 @@ def read_manifest_file(store: Store, name: str) -> tuple[dict[str, Any], bytes]:
             "the source again or use the version that wrote it"
         )
     shards = manifest.get("shards")
-    if not isinstance(shards, list) or len(shards) > MOST_SHARDS:
-        told = f"{len(shards)} shards" if isinstance(shards, list) else f"shards {shards!r:.60}"
+    if isinstance(shards, list) and len(shards) > MOST_SHARDS:
         raise IndexMismatch(
-            f"{where}/manifest.json: {told}, expected a list of at most {MOST_SHARDS}; ingest the "
-            "source again"
+            f"{where}/manifest.json: names {len(shards)} shards, expected at most {MOST_SHARDS}; "
+            "ingest the source again, as several sources"
         )
     try:
         check_form(manifest)

@@ -62,7 +62,7 @@ class Part:
     Attributes:
         columns: from `Columns.arrays`.
         rejections: samples that were left out since the part before.
-        turned: images whose EXIF orientation is not upright.
+        turned: images and clips that a mark says are not upright.
         cursor: of the first sample after it; None where there is none.
         last: whether the input ends here.
     """

@@ -30,7 +30,7 @@ from data_pipeline.ingest.samples import (
 from data_pipeline.store.json_objects import check_nesting
 from data_pipeline.text import Tokenizer
 from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO, video_chunks
-from moonvit3d.media import MediaError, Probe, is_turned
+from moonvit3d.media import MediaError, Probe
 
 # Per kind: suffix as given -> suffix in the shard, and the bytes that a file of it has at `at`.
 SUFFIXES = {
@@ -65,7 +65,7 @@ class Prepared:
         blocks: its part of a tar file.
         columns: its entries in every column of the index but `shard`; places count from the start
             of `blocks`.
-        turned: images whose EXIF orientation is not upright (which is never applied).
+        turned: images and clips that a mark says are not upright (which is never applied).
     """
 
     key: str
@@ -130,7 +130,7 @@ def _places(framed: Framed, item_media: Sequence[int]) -> dict[str, list[int]]:
 
 
 def _measure(segments: Sequence[Segment], policy: IngestPolicy) -> tuple[list[Medium], int]:
-    """Every media file decoded and measured, and how many images are marked as turned."""
+    """Decode and measure every media file; also count those that are marked as turned."""
     media: list[Medium] = []
     turned = items = 0
     end = time.monotonic() + policy.max_video_seconds
@@ -142,7 +142,7 @@ def _measure(segments: Sequence[Segment], policy: IngestPolicy) -> tuple[list[Me
         try:
             check = partial(_check_video, number, policy, end) if kind == KIND_VIDEO else None
             found = verify(segment.data, kind, check)
-            turned += kind == KIND_IMAGE and is_turned(segment.data)
+            turned += found.turned
         except MediaError as error:
             raise Refused("undecodable", f"segment {number}: {error}") from None
         chunks = [(1, "")]
@@ -200,10 +200,13 @@ def _check_file(
         raise Refused(
             "unknown suffix", f"segment {number}: {segment.suffix!r}; known: {', '.join(known)}"
         )
-    suffix, at, mark = known[given]
-    if segment.data[at : at + len(mark)] != mark:
+    # What a picture is, its bytes say: files that were renamed or served as another kind abound.
+    marks = (mark for mark in known.values() if segment.data.startswith(mark[2], mark[1]))
+    suffix, _, _ = next(marks, (None, 0, b""))
+    if suffix is None:
         raise Refused(
-            "undecodable", f"segment {number}: the file does not begin as a {given} file does"
+            "undecodable",
+            f"segment {number}: the file does not begin as one of {', '.join(known)} does",
         )
     if len(segment.data) > policy.max_media_bytes:
         raise Refused(

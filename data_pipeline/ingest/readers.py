@@ -334,7 +334,8 @@ class Tar:
     def _group(self, stem: str, members: dict[str, ByteSource]) -> Group:
         prefix = f"{self.label}/" if self._choices.prefix_keys else ""
         name = stem.rpartition("/")[2]
-        return Group(safe_key(prefix + stem), name, members, self._choices.category)
+        key = safe_key(prefix + stem)
+        return Group(key, name, members, self._choices.category, in_tar=True)
 
 
 def _by_key(

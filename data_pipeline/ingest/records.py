@@ -38,6 +38,10 @@ PLAIN = frozenset(_PLAIN.split())
 _MEDIA_FIELDS = ("image", "images", "video", "content", "steps", "turns")
 _KNOWN = ", ".join(suffix for kind in SUFFIXES.values() for suffix in kind)
 _TYPES = mimetypes.MimeTypes()  # Python's own table: the machine's may be another
+_SORT = (
+    "if its other files lie elsewhere in the tar, make it anew with `tar --sort=name`: those of a "
+    "sample must be neighbours"
+)
 _NUMBERED = re.compile(r"(?:(\d+)\.)?(\w+)")  # "png", "0.png"; not "mask.png"
 
 
@@ -126,12 +130,14 @@ class Group:
         stem: what the names of all files begin with, before a dot.
         members: rest of each file's name, such as "jpg", "0.png" or "json" -> its bytes.
         category: whose form a JSON member has.
+        in_tar: whether they are neighbours in a tar, so that others of the name may lie elsewhere.
     """
 
     key: str
     stem: str
     members: dict[str, ByteSource]
     category: str
+    in_tar: bool = False
 
     @property
     def size(self) -> int:
@@ -155,8 +161,9 @@ class Group:
         try:
             return expand_record(record, self.category, self.key, media, strict=False)
         except Refused as error:
-            if error.args[0] == "missing field" and self._foreign:
-                raise Refused(*error.args[:-1], f"{error.args[-1]}; {self._no_medium()}") from None
+            more = self._no_medium() if self._foreign else _SORT if self.in_tar else ""
+            if error.args[0] == "missing field" and more:
+                raise Refused(*error.args[:-1], f"{error.args[-1]}; {more}") from None
             raise
 
     @property
@@ -290,7 +297,8 @@ class Line:
                 f"{name!r}; name files relative to the manifest, below its folder, or by s3:// "
                 "URIs",
             )
-        path = f"{self.base}/{name}"
+        # In a bucket "./" would be part of the key.
+        path = "/".join([self.base, *(part for part in name.split("/") if part != ".")])
         if not (self.follow_links or in_store(self.base)) and points_outside(path, self.base):
             raise Refused("bad path", f"{name!r}: a link leads out of {self.base}")
         return path

@@ -35,7 +35,7 @@ class IngestProgress:
         items: images and video chunks.
         shards: tar files that are there.
         bytes: of the tar files, with those that are not there yet.
-        turned: images whose EXIF orientation is not upright (which is never applied).
+        turned: images and clips that a mark says are not upright (which is never applied).
     """
 
     samples: int = 0

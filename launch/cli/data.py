@@ -130,8 +130,8 @@ def ingest(
         print_rejections(found, f"{store.uri}/{name}")
         if pace.now.turned:
             typer.echo(
-                f"{pace.now.turned} images carry an EXIF orientation, which is not applied: if "
-                "they should be upright, turn them and ingest them again",
+                f"{pace.now.turned} images or clips carry an EXIF orientation or a rotation tag, "
+                "which is not applied: if they should be upright, turn them and ingest them again",
                 err=True,
             )
         summary = {

@@ -23,22 +23,25 @@ def encoded(pixels: np.ndarray | Image.Image, kind: str = "PNG", **options) -> b
     return out.getvalue()
 
 
-def video(pictures: Sequence[np.ndarray], fps: float, codec: str = "mpeg4") -> bytes:
-    """An MP4 of pictures [height, width, 3] of one size."""
+def video(pictures: Sequence[np.ndarray], fps: float, codec: str = "mpeg4", turn: int = 0) -> bytes:
+    """An MP4 of pictures [height, width, 3] of one size; `turn` is its rotation tag in degrees."""
     out = io.BytesIO()
     with av.open(out, "w", format="mp4") as container:
         stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
         stream.height, stream.width = pictures[0].shape[:2]
         stream.pix_fmt, stream.bit_rate = "yuv420p", 4_000_000
+        if turn:
+            stream.set_display_rotation(turn)
         for picture in pictures:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         container.mux(stream.encode())
     return out.getvalue()
 
 
-def mp4(frames: int, fps: int = 4, height: int = 48, width: int = 64) -> bytes:
+def mp4(frames: int, fps: int = 4, height: int = 48, width: int = 64, turn: int = 0) -> bytes:
     """A clip whose frame i is a flat grey of level 8*i, so that frames can be told apart."""
-    return video([np.full((height, width, 3), 8 * i % 256, np.uint8) for i in range(frames)], fps)
+    greys = [np.full((height, width, 3), 8 * i % 256, np.uint8) for i in range(frames)]
+    return video(greys, fps, turn=turn)
 
 
 def samples(count: int = 6) -> list[CrudeSample]:

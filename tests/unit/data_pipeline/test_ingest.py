@@ -154,7 +154,7 @@ def test_what_is_too_large_is_left_out(store, tokenizer, limit):
     [
         TextSegment(""),
         ImageSegment(b"", "png"),
-        ImageSegment(PNG, "jpg"),
+        ImageSegment(mp4(3), "jpg"),
         ImageSegment(mp4(3), "mp4"),
         VideoSegment(PNG),
         VideoSegment(mp4(30)[:-2000]),
@@ -304,17 +304,35 @@ def test_names_and_sizes_are_checked(store, tokenizer):
         IngestPolicy(max_items=2**15)
 
 
+def test_a_medium_is_what_its_bytes_are_whatever_its_name_says(store, tokenizer):
+    jpeg = encoded(noise(9, 9), "JPEG")
+    told = []
+    given = [
+        CrudeSample("renamed", [ImageSegment(jpeg, "png"), ImageSegment(PNG, "jpeg")]),
+        CrudeSample("bmp", [ImageSegment(encoded(noise(9, 9), "BMP"), "png")]),
+        CrudeSample("clip", [ImageSegment(mp4(4), "png")]),
+        CrudeSample("picture", [VideoSegment(PNG)]),
+    ]
+    index = ingest(given, store, "src", tokenizer, rejected=told.append)
+    names = [s["file"] for s in json.loads(store.get(*document_of(index, 0).span))["segments"]]
+    assert names == ["0.jpg", "1.png"]
+    assert [(r.key, r.reason) for r in told] == [
+        ("bmp", "undecodable"), ("clip", "undecodable"), ("picture", "undecodable")
+    ]  # fmt: skip
+
+
 def test_progress_counts_and_turned_images_are_told(store, tokenizer):
     exif = Image.Exif()
     exif[0x0112] = 3
     turned = ImageSegment(encoded(noise(28, 28), "JPEG", exif=exif), "jpg")
     told = []
-    given = [*samples(9), CrudeSample("t", [turned]), CrudeSample("bad", [])]
+    clip = CrudeSample("c", [VideoSegment(mp4(4, turn=90)), VideoSegment(mp4(4))])
+    given = [*samples(9), CrudeSample("t", [turned]), clip, CrudeSample("bad", [])]
     index = ingest(given, store, "src", tokenizer, 16_384, progress=told.append)
     shards = [p.shards for p in told]
     assert shards == sorted(shards)
     assert set(shards) == set(range(len(index.shards) + 1))
     assert [p.samples for p in told] == sorted(p.samples for p in told)
     last = told[-1]
-    assert (last.samples, last.rejected, last.turned) == (10, 1, 1)
+    assert (last.samples, last.rejected, last.turned) == (11, 1, 2)
     assert last.bytes == sum(shard.size for shard in index.shards)

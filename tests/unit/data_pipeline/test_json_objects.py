@@ -69,14 +69,10 @@ def test_the_number_of_shards_is_bounded_for_writers_and_readers(store, tokenize
     samples = [CrudeSample(f"k{n}", [TextSegment("x " * 1500)]) for n in range(3)]
     ingest(samples, store, "three", tokenizer, 4096)
     monkeypatch.setattr(manifest_module, "MOST_SHARDS", 2)
-    with pytest.raises(IndexMismatch, match="three/manifest.json: 3 shards, expected .* at most 2"):
+    with pytest.raises(IndexMismatch, match="three/manifest.json: names 3 shards, .* at most 2"):
         read_manifest(store, "three")
     with pytest.raises(ValueError, match="'again': 3 shards, at most 2; make larger"):
         ingest(samples, store, "again", tokenizer, 4096)
-    written = json.loads(store.get("three/manifest.json")) | {"shards": {}}
-    store.put("three/manifest.json", json.dumps(written).encode())
-    with pytest.raises(IndexMismatch, match=r"shards \{\}, expected a list"):
-        read_manifest(store, "three")
 
 
 def test_what_could_not_be_read_again_is_not_written(store, tokenizer):

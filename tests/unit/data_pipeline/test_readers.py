@@ -199,6 +199,22 @@ def test_a_sample_does_not_reach_over_the_end_of_a_tar(tmp_path):
     assert [[*unit.members] for unit in units] == [["png"], ["txt"]]
 
 
+def test_a_tar_that_is_not_sorted_is_told_how_to_sort_it(tmp_path):
+    files = [
+        (f"{n}.{kind}", PNG if kind == "png" else "x") for kind in ("png", "txt") for n in "01"
+    ]
+    where = _tar(tmp_path / "in.tar", files)
+    units = [unit for _, unit in open_inputs([where], "caption").read()]
+    assert len(units) == 4
+    for unit in units:
+        with pytest.raises(Refused, match="missing field.*`tar --sort=name`"):
+            unit.load(POLICY)
+    [(_, unit)] = open_inputs([_put(tmp_path / "in", {"0.png": PNG})], "caption").read()
+    with pytest.raises(Refused) as error:
+        unit.load(POLICY)
+    assert "tar" not in error.value.args[1]
+
+
 def test_packed_files_are_refused_before_they_are_unpacked(tmp_path, monkeypatch):
     monkeypatch.setattr("data_pipeline.ingest.readers.content", lambda *_: pytest.fail("unpacked"))
     files = [("a.png", bytes(2001)), ("a.txt", "x" * 1001), ("b.npy", bytes(1001))]
@@ -312,7 +328,7 @@ def test_manifests(tmp_path):
         "[" * 100_000,
         "[1]",
         "\x00",
-        {"image": "i/a b.png", "text": "last"},
+        {"image": "./i/./a b.png", "text": "last"},
     ]
     expected = {
         "k/1": ([ImageSegment(PNG, "png"), TextSegment("x")], {"y": [1]}),

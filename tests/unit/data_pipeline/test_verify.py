@@ -196,7 +196,7 @@ def test_an_index_that_is_not_the_manifest_s(store):
     ("change", "said"),
     [
         ({"schema": "kimi-pretrain/source/1"}, "schema"),
-        ({"shards": None}, "shards None, expected a list"),
+        ({"shards": None}, "NoneType"),
         ({"samples": 3}, "samples is 8, expected 3"),
         ({"category": "pictures"}, "category"),
     ],

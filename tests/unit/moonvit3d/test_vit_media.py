@@ -25,17 +25,15 @@ from tests.unit.moonvit3d.plain import plain_patches
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
 
-def png(depth, colour, width, height, rows):
+def chunk(name, body):
+    return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+
+
+def png(depth, colour, width, height, rows, extra=b""):
     """A PNG written by hand; `rows` are its bytes without the filter byte of each row."""
-
-    def chunk(name, body):
-        return (
-            struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
-        )
-
     head = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
     body = zlib.compress(b"".join(b"\0" + row for row in rows))
-    parts = chunk(b"IHDR", head) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+    parts = chunk(b"IHDR", head) + extra + chunk(b"IDAT", body) + chunk(b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + parts
 
 
@@ -132,6 +130,58 @@ def test_colour_of_16_bits_gives_its_high_byte():
     opaque = np.concatenate([values, np.full((5, 7, 1), 65535)], -1)
     data = png(16, 6, 7, 5, [row.astype(">u2").tobytes() for row in opaque])
     assert np.array_equal(read_image(data), values >> 8)
+
+
+def transparent(*values):
+    return chunk(b"tRNS", struct.pack(f">{len(values)}H", *values))
+
+
+@pytest.mark.parametrize(
+    ("depth", "row", "levels"),
+    [(1, b"\x40", 2), (2, b"\x1b", 4), (4, b"\x01\x23\x45\x67\x89\xab\xcd\xef", 16),
+     (8, bytes(range(256)), 256)],
+)  # fmt: skip
+def test_the_transparent_grey_of_a_png_is_white_at_every_depth(depth, row, levels):
+    grey = np.arange(levels) * 255 // (levels - 1)
+    for value in range(0, levels, max(1, levels // 16)):
+        data = png(depth, 0, levels, 1, [row], transparent(value))
+        want = np.where(np.arange(levels) == value, 255, grey)
+        assert np.array_equal(read_image(data)[0, :, 1], want), value
+
+
+def test_a_transparent_colour_of_8_bits_is_white_and_of_16_bits_refused():
+    row = bytes([1, 2, 3, 1, 2, 4])
+    # Of each value the lower 8 bits count, by the specification (11.3.2.1).
+    data = png(8, 2, 2, 1, [row], transparent(1, 0xFF02, 4))
+    assert read_image(data).tolist() == [[[1, 2, 3], [255, 255, 255]]]
+    wide = b"".join(struct.pack(">H", value) for value in (0x1234, 0x5678, 0x9ABC))
+    data = png(16, 2, 1, 1, [wide], transparent(0x1234, 0x5678, 0x9ABC))
+    with pytest.raises(MediaError, match="16-bit colour of which one value is transparent") as told:
+        read_image(data)
+    check_line(told)
+    assert read_image(png(16, 2, 1, 1, [wide])).tolist() == [[[0x12, 0x56, 0x9A]]]
+
+
+def test_texts_in_a_png_do_not_matter_however_long_they_are():
+    packed = zlib.compress(bytes(2 << 20))
+    texts = chunk(b"zTXt", b"k\0\0" + packed) + chunk(b"iTXt", b"k\0\1\0\0\0" + packed)
+    assert read_image(png(8, 0, 2, 1, [b"\7\xff"], texts))[0, :, 0].tolist() == [7, 255]
+    plain = png(8, 0, 2, 1, [b"\7\xff"])
+    behind = plain[: -len(chunk(b"IEND", b""))] + texts + chunk(b"IEND", b"")
+    assert np.array_equal(read_image(behind), read_image(plain))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    assert is_turned(encoded(noise(4, 4), "PNG", exif=exif))
+    # A length that reaches beyond the file is a damaged file, as before.
+    assert complaint(read_image, plain[:33] + b"\xff\xff\xff\xf0zTXt" + plain[33:])
+
+
+def test_the_rotation_tag_of_a_video_is_told_and_not_applied():
+    plain = video([noise(16, 32)] * 3, 4.0)
+    turned = video([noise(16, 32)] * 3, 4.0, turn=90)
+    assert (verify(plain, KIND_VIDEO).turned, verify(turned, KIND_VIDEO).turned) == (False, True)
+    for (a, _), (b, _) in zip(read_video(plain), read_video(turned), strict=True):
+        assert np.array_equal(a, b)
 
 
 def test_cmyk_inks_are_taken_as_stored_inverted():
