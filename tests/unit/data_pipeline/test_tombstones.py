@@ -344,7 +344,7 @@ def test_a_list_that_other_runs_share_is_taken(texts, tmp_path):
         ('{"source": "web", "key": 3, "from_step": 1}', "line 1: key is 3; expected"),
         ('{"source": "web", "key": "x", "from_step": 0}', "from_step is 0; expected the first"),
         ('{"source": "web", "key": "x", "from_step": true}', "from_step is True"),
-        (f'{{"source": "web", "key": "x", "from_step": {2**62}}}', f"from_step is {2**62}; expec"),
+        (f'{{"source": "web", "key": "x", "from_step": {2**62}}}', f"from_step is {2**62}"),
         ('\n{"source": "web", "key": "x", "from_step": 1}', "line 2: source 'web' has no sample"),
         ('{"source": "web", "key": "x", "from_step": 1, "why": 1}', "line 1: .*expected {"),
     ],
