@@ -434,7 +434,8 @@ class Away:
         self.times, self.number, self.slept = 0, number, 0.0
         monkeypatch.setattr("data_pipeline.store.retry.time", self)
         monkeypatch.setattr("data_pipeline.store.patient.time", self)
-        monkeypatch.setattr(Path, "open", self._failing(Path.open))
+        opened = "data_pipeline.store.objects.open_plain"
+        monkeypatch.setattr(opened, self._failing(open_plain))
         monkeypatch.setattr(Path, "stat", self._failing(Path.stat))
         monkeypatch.setattr(os, "scandir", self._failing(os.scandir))
 
