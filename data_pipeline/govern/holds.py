@@ -57,7 +57,7 @@ def read_holds(store: Store, sources: Iterable[str] | None = None) -> list[Hold]
                 raise TypeError
         except MissingKey:
             continue
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError):
             raise ValueError(
                 f"{store.uri}/{holds_key(source)}: expected {{holds: [{{hold, since, shards}}]}}; "
                 "as long as nobody knows what is held, nothing is redacted or removed"
@@ -68,11 +68,8 @@ def read_holds(store: Store, sources: Iterable[str] | None = None) -> list[Hold]
 
 def _is_hold(entry: tuple[Any, str, Any, Any]) -> bool:
     name, _, since, shards = entry
-    return _are_keys(shards) and isinstance(name, str) and isinstance(since, str)
-
-
-def _are_keys(given: object) -> bool:
-    return isinstance(given, list) and all(isinstance(key, str) for key in given)
+    keys = isinstance(shards, list) and all(isinstance(key, str) for key in shards)
+    return keys and isinstance(name, str) and isinstance(since, str)
 
 
 def _read(store: Store, key: str) -> bytes:

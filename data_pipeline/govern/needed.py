@@ -3,8 +3,8 @@
 An object is needed by key, wherever it lies: a version that grew, or was reindexed, names shards in
 the folders of others. Only files in the folders of sources that have one of the names which this
 project gives (`index.own_keys`) are ever proposed. A source goes with what is in its own folder;
-shards that it names in the folder of no source are told, and stay. A manifest that cannot be read,
-or a file of holds, ends it all: nobody knows what they need.
+shards that it names in a folder without a source stay, and are reported. If a manifest or a file of
+holds cannot be read, nothing is proposed: nobody knows what they need.
 """
 
 import re
@@ -153,9 +153,9 @@ def sources_that_may_go(
 
 
 def _of_no_source(root: Root, going: Mapping[str, Retired]) -> dict[str, str]:
-    """Return the folders of no source in which lie shards that only sources name that go, and why.
+    """Return folders without a source whose shards only departing sources name, and the reason.
 
-    Whose they are cannot be told: a stranger's manifest may name files that others keep there.
+    The owner of such shards is unknown: a hostile manifest may name files that others keep there.
     """
     left = root.named_by(going) - root.named_by(root.manifests.keys() - going.keys())
     folders = {folder_of(key) for key in left & {*root.keys}} - root.manifests.keys()

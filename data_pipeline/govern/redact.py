@@ -349,7 +349,7 @@ def _write_shards(
         if sha256 == before.sha256:
             continue  # erased already
         info = ShardInfo(_new_key(key, sha256), len(data), sha256, before.samples)
-        if not _has(store, info):  # one that another source names already, as a rule
+        if not _has(store, info):  # usually because another source names it already
             store.put(info.key, bytes(data))
             there = hashlib.sha256(store.get(info.key)).hexdigest()
             expect(f"{store.uri}/{info.key}", "SHA-256", there, sha256)
@@ -359,7 +359,7 @@ def _write_shards(
 
 
 def _has(store: Store, shard: ShardInfo) -> bool:
-    """Whether a shard is there, byte for byte."""
+    """Return whether a store holds exactly the bytes of a shard."""
     try:
         return hashlib.sha256(store.get(shard.key)).hexdigest() == shard.sha256
     except MissingKey:

@@ -1,4 +1,4 @@
-"""What lies where under a root: samples of several sources in the shards that they share.
+"""Locates the samples of several sources in the shards that they share.
 
 A shard and all that took its place are one place (`own_keys.place_of`), and a sample lies at the
 same offset in each of them. So samples are known across sources, versions and redactions by place

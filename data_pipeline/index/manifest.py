@@ -254,7 +254,7 @@ def read_provenance(store: Store, name: str) -> dict[str, Any] | None:
         found = read_json(store, provenance_key(name), _MANIFEST_BYTES)
     except MissingKey:
         return None
-    except (ValueError, RecursionError):
+    except ValueError:
         found = None
     if not isinstance(found, dict):
         raise IndexMismatch(f"{store.uri}/{provenance_key(name)}: expected a JSON object")

@@ -27,7 +27,7 @@ def folder_of(key: str) -> str:
 
 
 def is_own(name: str, key: str) -> bool:
-    """Whether a key lies in the folder of a source and has a name that this project gives.
+    """Return whether a key lies in the folder of a source and has a name that this project gives.
 
     `holds.json` and `erased.json` are no such names: they outlive the source.
     """
@@ -35,7 +35,7 @@ def is_own(name: str, key: str) -> bool:
 
 
 def is_shard(key: str) -> bool:
-    """Whether a key has the form of a shard's: NAME/000000.tar or NAME/000000.redacted-SHA.tar."""
+    """Return whether a key has the form NAME/000000.tar or NAME/000000.redacted-SHA.tar."""
     return _SHARD.fullmatch(key) is not None
 
 

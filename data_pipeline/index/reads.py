@@ -22,6 +22,7 @@ from isal.isal_zlib import crc32  # zlib's numbers in a fraction of its time
 
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.index.manifest import IndexMismatch, expect, read_manifest
+from data_pipeline.index.own_keys import folder_of
 from data_pipeline.index.redacted import is_erased
 from data_pipeline.store.json_objects import parse_json
 from data_pipeline.store.objects import MAX_GAP
@@ -180,17 +181,17 @@ def _bodies(
 
 
 def moved_shards(store: Store, keys: Iterable[str]) -> dict[str, str]:
-    """Return of shards that were replaced by redactions those that are in their places now.
+    """Map the shards that redactions have replaced to the shards that replace them now.
 
-    The manifest beside a shard says it; where a source was collected whose shards others share,
-    theirs do.
+    The manifest in a shard's folder names its replacement. If that source was collected and others
+    share its shards, their manifests name it.
     """
     wanted = set(keys)
-    beside = sorted({key.partition("/")[0] for key in wanted})
-    found = _follow(wanted, _replaced(store, beside))
+    folders = sorted({folder_of(key) for key in wanted})
+    found = _follow(wanted, _replaced(store, folders))
     if found.keys() < wanted:
-        others = sorted({*store.list_folders()} - {*beside})
-        found |= _follow(wanted - found.keys(), _replaced(store, [*beside, *others]))
+        others = sorted({*store.list_folders()} - {*folders})
+        found |= _follow(wanted - found.keys(), _replaced(store, [*folders, *others]))
     return found
 
 

@@ -138,7 +138,7 @@ def known_names(run_dir: Path) -> set[str]:
         ValueError, StoreError: the run folder or its root cannot be read.
     """
     config = _config_of(run_dir)
-    return _noted_names(run_dir, config) | ({*_folders(_open(config))} if config else set())
+    return _noted_names(run_dir, config) | ({*_open(config).list_folders()} if config else set())
 
 
 def replay(run_dir: Path, config: Config, store: Store) -> tuple[Planner, State]:
@@ -175,10 +175,6 @@ def _open(config: Config) -> Store:
     return open_data(config.data.replace(cache=None, requests_per_second=None))
 
 
-def _folders(store: Store) -> list[str]:
-    return sorted({key.partition("/")[0] for key in store.list() if "/" in key})
-
-
 def _noted_names(run_dir: Path, config: Config | None) -> set[str]:
     """Return the sources that a run noted, of whatever use, or that its configuration names."""
     noted = {one["name"] for one in json.loads((run_dir / RUN_SOURCES).read_text())}
@@ -196,7 +192,7 @@ def _check_names(
             f"{store.uri} any more, so its steps cannot be planned again; restore the source"
         )
     missing = sorted({*wanted} - here)
-    if known := [name for name in missing if name in noted | {*_folders(store)}]:
+    if known := [name for name in missing if name in noted | {*store.list_folders()}]:
         raise ValueError(
             f"{run_dir}: uses of samples of {listed(known)} cannot be told: under {store.uri} "
             "there is no finished source of this name, or no longer; restore it, or name the "
