@@ -77,7 +77,8 @@ def test_plain_output_and_turned_pictures(arguments, tmp_path):
     assert result.exit_code == 0, result.output
     assert re.search(r"samples +5\n", result.stdout)
     assert "rejected" not in result.stderr
-    assert "1 images carry an EXIF orientation, which is not applied" in result.stderr
+    told = "1 images or clips carry an EXIF orientation or a rotation tag, which is not applied"
+    assert told in result.stderr
 
 
 @pytest.mark.parametrize(
