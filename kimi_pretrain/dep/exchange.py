@@ -81,13 +81,17 @@ class Exchange:
         return to.astype(np.int64).tolist(), of.astype(np.int64).tolist()
 
     def _rounds(self, rows: Tensor, plan: VisionPlan) -> int:
-        """Return how many rounds keep every rank of the group under the budget: all agree."""
+        """Return how many rounds keep every rank of the group within the budget.
+
+        All ranks return the same number. A round moves at least one column.
+        """
         busiest = max(
             plan.tokens_sent()[self.ranks].max(), plan.tokens_received()[self.ranks].max()
         )
-        itemsize = (self.dtype or rows.dtype).itemsize
-        wanted = -(-int(busiest) * rows.shape[1] * itemsize // self.budget_bytes)
-        return min(max(1, wanted), rows.shape[1])
+        hidden, column = rows.shape[1], int(busiest) * (self.dtype or rows.dtype).itemsize
+        if column * hidden <= self.budget_bytes:
+            return 1
+        return -(-hidden // max(1, self.budget_bytes // column))
 
     def _move(self, rows: Tensor, to: list[int], of: list[int], rounds: int) -> Tensor:
         hidden = rows.shape[1]

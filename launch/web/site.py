@@ -232,20 +232,23 @@ def told(request: Request, error: Exception) -> Response:
 
 
 def told_again(request: Request, error: Exception) -> Response:
-    """Answer with what goes on; the browser asks again by itself."""
+    """Answer that something takes longer, and when to ask again; a browser does so by itself."""
     if request.method == "POST":
-        return _wrong(request, str(error), 503)
-    if "hx-request" not in request.headers:
+        answer = _wrong(request, str(error), 503)
+    elif "hx-request" not in request.headers:
         message = f"{error}. This page comes again by itself."
         answer = page(request, "error.html", 503, title="In a moment", message=message)
         answer.headers["Refresh"] = str(_AGAIN_S)
-        return answer
-    where = f"{request.url.path}?{request.url.query}".rstrip("?")
-    return html_answer(
-        f'<p class="note" role="status" hx-get="{html.text(where)}" hx-target="this" '
-        f'hx-trigger="load delay:{_AGAIN_S}s" hx-swap="outerHTML">{html.text(str(error))} ...</p>',
-        503,
-    )
+    else:
+        where = f"{request.url.path}?{request.url.query}".rstrip("?")
+        answer = html_answer(
+            f'<p class="note" role="status" hx-get="{html.text(where)}" hx-target="this" '
+            f'hx-trigger="load delay:{_AGAIN_S}s" hx-swap="outerHTML">{html.text(str(error))} ...'
+            "</p>",
+            503,
+        )
+    answer.headers["Retry-After"] = str(_AGAIN_S)
+    return answer
 
 
 def told_http(request: Request, error: Exception) -> Response:

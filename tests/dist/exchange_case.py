@@ -40,16 +40,30 @@ def arrived(plan: VisionPlan, rank: int) -> torch.Tensor:
     return values(item, np.concatenate([np.zeros(0, int), *tokens]))
 
 
+class Metered(Exchange):
+    """Checks that each round stays within the budget, or has one column alone."""
+
+    rounds = 0
+
+    def _round(self, rows: torch.Tensor, to: list[int], of: list[int]) -> torch.Tensor:
+        itemsize = (self.dtype or rows.dtype).itemsize
+        moved = max(sum(to), sum(of)) * rows.shape[1] * itemsize
+        assert moved <= self.budget_bytes or rows.shape[1] == 1, (moved, self.budget_bytes)
+        self.rounds += 1
+        return super()._round(rows, to, of)
+
+
 def exchange_brings_every_token_there_and_back(rank: int) -> None:
     for cp, items in [(1, 40), (2, 40), (1, 0), (1, 1)]:
         plan, *_ = made_plan(cp, 1, 2 // cp, items, seed=items + cp, split=items > 1)
         sent, wanted = encoded(plan, rank), arrived(plan, rank)
-        for budget in (1 << 30, 2000, 1):
-            exchange = Exchange(None, range(4), budget)
+        for budget, rounds in ((1 << 30, 1), (2000, None), (1, HIDDEN if items else 1)):
+            exchange = Metered(None, range(4), budget)
             got = exchange.hand_over(sent, plan, rank)
             assert torch.equal(got, wanted), (cp, items, budget)
             assert torch.equal(exchange.hand_back(got, plan, rank), sent), (cp, items, budget)
-        narrow = Exchange(None, range(4), 500, torch.bfloat16)
+            assert rounds is None or exchange.rounds == 2 * rounds, (cp, items, budget)
+        narrow = Metered(None, range(4), 500, torch.bfloat16)
         got = narrow.hand_over(sent.float(), plan, rank)
         assert got.dtype == torch.float32
         assert torch.equal(got, wanted.float().bfloat16().float())

@@ -63,7 +63,7 @@ def test_a_rank_that_hangs_ends_a_run_that_may_not_restart(data_root, tmp_path):
         out, err = process.communicate(timeout=PATIENCE + 120)
     assert process.returncode == 75, out + err
     (line,) = [line for line in err.splitlines() if "no progress" in line]
-    assert line.startswith(f"error: no progress for {PATIENCE} s (train.timeout_seconds)")
+    assert re.match(r"error: no progress for \d+ s \(train\.timeout_seconds\)", line)
     assert "no word from rank 2: stopped" in line
     assert "Traceback" not in err
     status = read_status(tmp_path)

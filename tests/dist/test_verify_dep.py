@@ -40,7 +40,9 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(
+    scope="module", params=[pytest.param("DP2", marks=pytest.mark.slow), *list(LAYOUTS)[1:]]
+)
 def where(request) -> str:
     return request.param
 

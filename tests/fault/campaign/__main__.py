@@ -6,7 +6,7 @@ proxy that breaks its answers. After each fault the run is resumed and compared 
 was left alone: every number of its lines that is no time, and the SHA-256 of everything it
 remembers.
 
-    python -m tests.fault.campaign                  all, 20 minutes on two cores; writes the docs
+    python -m tests.fault.campaign                  all, 25 minutes on two cores; writes the docs
     python -m tests.fault.campaign --only two_runs  some, by name; writes nothing but --json
 """
 
@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 
 from launch.local.s3_server import S3Server
-from tests.fault.campaign import intruders, kills, signals, storage, surroundings, table
+from tests.fault.campaign import intruders, kills, signals, storage, strangers, surroundings, table
 from tests.fault.campaign.runs import Campaign, Result
 from tests.fault.fault_proxy import FaultProxy
 
@@ -44,6 +44,7 @@ def cases(campaign: Campaign, proxy: FaultProxy) -> dict[str, Callable[[], objec
                 *(signals.two_runs, intruders.second_starts, intruders.bare_ranks),
                 *(storage.damaged, storage.lost, storage.torn),
                 *(surroundings.clock_jumps, surroundings.disk_errors, surroundings.redacted),
+                *(strangers.hostile_manifests, strangers.held_connections),
                 *(storage.disk_full, storage.numbers_gone_bad, storage.spikes),
             )
         },

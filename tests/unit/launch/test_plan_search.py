@@ -125,8 +125,8 @@ def test_the_search_finds_what_trying_every_layout_by_hand_finds(root):
 
 @pytest.mark.parametrize(
     ("own", "switches"),
-    [(("train.recompute=[norms,swiglu,mla_up]", "train.offload=true"),
-      ("train.recompute", "train.offload")),
+    [pytest.param(("train.recompute=[norms,swiglu,mla_up]", "train.offload=true"),
+                  ("train.recompute", "train.offload"), marks=pytest.mark.slow),
      (("dep.keep_activations=auto", "dep.memory_limit_gib=0.2"),
       ("train.recompute", "dep.keep_activations", "train.offload"))],
     ids=["recompute and offload, both the run's", "kept activations"],
@@ -228,9 +228,12 @@ def planned_steps(root, *overrides: str) -> tuple[Config, PlannedSteps]:
 
 @pytest.mark.parametrize(
     "own",
-    [("train.offload=true",), ("train.rows_per_microbatch=4", "dep.keep_activations=auto",
-                               "dep.memory_limit_gib=1"), ("dep.bubbles=all",),
-     ("train.frozen=[vision_tower]", "layout.overlap_experts=true")],
+    [("train.offload=true",),
+     pytest.param(("train.rows_per_microbatch=4", "dep.keep_activations=auto",
+                   "dep.memory_limit_gib=1"), marks=pytest.mark.slow),
+     ("dep.bubbles=all",),
+     pytest.param(("train.frozen=[vision_tower]", "layout.overlap_experts=true"),
+                  marks=pytest.mark.slow)],
     ids=["offload", "rows and kept activations", "bubbles", "frozen and overlap"],
 )  # fmt: skip
 def test_no_settings_make_a_layout_faster_than_its_bound(root, own):

@@ -785,7 +785,8 @@ def late(made, monkeypatch) -> Iterator[SimpleNamespace]:
 def test_a_late_step_comes_after_some_time_without_holding_anybody(viewer, late):
     for number in range(1, 9):
         answer = viewer.get("/rows?step=10&rows=1")
-        assert (answer.status_code, answer.headers["refresh"]) == (503, "1")
+        again = (answer.headers["refresh"], answer.headers["retry-after"])
+        assert (answer.status_code, again) == (503, ("1", "1"))
         assert problem(answer) == (
             "step 10 comes after windows that have to be packed first: done up to step "
             f"{number}. This page comes again by itself."
@@ -875,6 +876,7 @@ def test_pages_that_take_long_leave_threads_to_the_others(made, viewer):
             assert answer.headers["refresh"] == "1"
         part = viewer.get("/statistics/counted?source=prose", headers={"HX-Request": "true"})
         assert 'hx-get="/statistics/counted?source=prose"' in part.text
+        assert part.headers["retry-after"] == "1"
         assert viewer.get("/samples").status_code == viewer.get("/statistics").status_code == 200
     finally:
         for _ in range(4):

@@ -80,7 +80,10 @@ def test_converging_coefficients_give_the_orthogonal_factor_of_the_svd(sizes, sh
     assert apart(orthogonalise(x, 30, torch.float64), u @ vt) <= 1e-12
 
 
-@pytest.mark.parametrize("shape", [(520, 700), (520, 1100), (1100, 520)])
+SLOW_SHAPE = pytest.param((520, 1100), marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("shape", [(520, 700), SLOW_SHAPE, (1100, 520)])
 def test_large_matrices_equal_torch_and_the_reference(shape):
     """The limits as they are: strips, and the Gram form for the oblong ones."""
     x = matrix(shape).float()
