@@ -2,7 +2,7 @@
 
     text only    as measured; its seconds of computing in each stage are measured too
     co-located   the first stage takes longer for each microbatch, by a forward and a backward of
-                 its media; the later stage waits as the schedule has it (1F1B, `sim.pipeline`)
+                 its media; the later stage waits as the schedule has it (1F1B, `dep.timeline`)
     DEP          text only + the slowest rank's two forwards and a backward
 
 No time is given to exchanges, sums and plans: that they cost little is part of the prediction.
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from benchmarks.sim.pipeline import Shape, step_seconds
 
 from kimi_pretrain.dep.cost import CostModel
+from kimi_pretrain.dep.timeline import Schedule, timeline
 from moonvit3d.packing import chunks
 from moonvit3d.rows import BLOCK
 
@@ -68,17 +68,11 @@ class Backbone:
             media: (forward, backward) seconds that the first stage takes longer for each
                 microbatch; those that are not given have no media.
         """
-        shape = Shape(len(self.stage_seconds), 1, self.microbatches)
-        each = np.array(self.stage_seconds) / self.microbatches
-        more = np.zeros((self.microbatches, 2))
-        more[: len(media)] = np.array(media).reshape(-1, 2)
-        return step_seconds(
-            shape,
-            each * (1 - BACKWARD),
-            each * BACKWARD,
-            first_forward=more[:, 0],
-            first_backward=more[:, 1],
-        )
+        schedule = Schedule(len(self.stage_seconds), 1, self.microbatches)
+        each = np.array(self.stage_seconds)[:, None] / self.microbatches
+        passes = np.repeat([each * (1 - BACKWARD), each * BACKWARD], self.microbatches, axis=2)
+        passes[:, 0, : len(media)] += np.array(media).reshape(-1, 2).T
+        return timeline(schedule, *passes).total
 
 
 def added(

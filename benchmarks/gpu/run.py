@@ -25,7 +25,7 @@ from benchmarks.gpu.page import page
 from benchmarks.gpu.parts import PARTS, Part
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SLOWER = 4  # times the limits where other programs may have the processor, too
+SLOWER = 12  # times the limits where other programs may have the processor, too
 TAIL = 4000  # characters of a failed part's output that the results keep
 
 Start = Callable[[list[str], float], tuple[int | None, str]]

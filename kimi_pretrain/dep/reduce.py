@@ -48,7 +48,6 @@ class GradientSum:
         elements = sum(param.numel() for param in params.values())
         self.buffer = torch.zeros(elements, dtype=wide, device=device)
         self.views: dict[str, Tensor] = {}
-        self.bytes_moved = 0
         self._counting = self._held = False
         self._work: list[Work] = []
         self.to_owners(None)

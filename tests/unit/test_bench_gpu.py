@@ -40,7 +40,7 @@ PathFinder.find_spec = classmethod(find_spec)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_the_whole_short_form_runs_without_packages_that_are_not_asked_for(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(HIDES)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

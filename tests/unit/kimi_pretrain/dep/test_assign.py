@@ -101,6 +101,16 @@ def test_better_than_lpt_where_it_is_known_to_fail(costs, best):
     assert summed(work, balance(work, base)[0], base).max() == best
 
 
+def test_packing_counts_only_where_it_beats_lpt():
+    work = np.array([976, 970, 940, 881, 607, 511, 454, 377, 283, 81], dtype=np.int64)
+    base = np.zeros(5, dtype=np.int64)  # LPT misses the bound, and packing finds nothing better
+    found, packed = balance(work, base)
+    slowest_rank = summed(work, lpt(work, base), base).max()
+    assert slowest_rank > 1.09 * least_makespan(work, base)
+    assert (summed(work, found, base).max(), packed) == (slowest_rank, False)
+    assert balance(np.array([5, 5, 4, 4, 3, 3, 3], dtype=np.int64), base[:3])[1]
+
+
 # Loads of 10% vision, 4 to 24 rows per rank; 7 and 9 items per rank are the ones hard to pack.
 @pytest.mark.parametrize("items_per_rank", [1.6, 3, 5, 6, 7, 9, 13])
 @pytest.mark.parametrize("ranks", [8, 64, 256, 4096])

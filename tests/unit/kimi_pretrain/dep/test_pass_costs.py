@@ -3,7 +3,13 @@
 import pytest
 
 from kimi_pretrain.config import load_config
-from kimi_pretrain.dep.pass_costs import active_parameters, chunk_flops
+from kimi_pretrain.dep.pass_costs import (
+    active_parameters,
+    chunk_flops,
+    sharing_ranks,
+    stage_parts,
+    update_seconds,
+)
 
 
 @pytest.mark.parametrize("vpp", [1, 2])
@@ -26,3 +32,26 @@ def test_operations_are_those_of_each_layer_and_the_head(vpp):
             flops += tokens * tokens * model.num_heads * width
         wanted.append(config.train.rows_per_microbatch * flops)
     assert chunk_flops(config).tolist() == wanted
+
+
+@pytest.mark.parametrize("encoder", [0.0, 0.5, 4.0, 40.0])
+def test_the_update_of_the_encoder_fills_the_least_busy_stages(encoder):
+    """Against pouring it in small drops, each on the stage that has the least to do by then."""
+    config = load_config(
+        "tiny_cpu",
+        ["layout.pp=4", "layout.vpp=1", "layout.dp=2", "layout.ep=2", "model.language.num_layers=7",
+         "layout.stages=Et|t*2|t*3|tL", "dep.update_cost={vocabulary: 1.5, dense_layer: 0.5, "
+         f"expert_layer: 0.7, expert: 0.11, encoder: {encoder}}}"],
+    )  # fmt: skip
+    dense_ranks, expert_ranks = sharing_ranks(config)
+    assert (dense_ranks, expert_ranks) == (2, 1)
+    parts, experts = stage_parts(config), config.model.language.num_experts / 2
+    busy = [
+        (1.5 * (first + last) + 0.5 * dense + 0.7 * moe) / 2 + 0.11 * moe * experts
+        for first, dense, moe, last in parts
+    ]
+    assert len({round(one, 9) for one in busy}) == 4
+    drops = 10_000
+    for _ in range(drops):
+        busy[busy.index(min(busy))] += encoder / 2 / drops
+    assert update_seconds(config) == pytest.approx(max(busy), abs=2 * encoder / drops)
