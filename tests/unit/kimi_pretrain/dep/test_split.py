@@ -12,7 +12,7 @@ from kimi_pretrain.dep.assign import Placement, Places, choose_splits, loads, pl
 from kimi_pretrain.dep.cost import CostModel
 from kimi_pretrain.dep.makespan import in_units
 from kimi_pretrain.dep.places import seconds_of_part
-from kimi_pretrain.dep.split import place_blocks, predicted
+from kimi_pretrain.dep.split import _bounds, place_blocks, predicted
 from moonvit3d.config import MoonViTConfig
 
 COSTS = CostModel.from_flops(MoonViTConfig(), 3e14)
@@ -147,6 +147,15 @@ def test_near_the_best_of_all_splits_of_tiny_cases():
     assert max(off) < 1.1
     assert np.mean(off) < 1.04
     assert np.mean(whole) > 1.4
+
+
+@pytest.mark.parametrize(("items", "meet"), [(2, 1), (3, 2), (4, 2), (5, 3), (7, 4)])
+def test_bounds_of_whole_items_are_those_of_pigeonholes(items, meet):
+    """Equal items on two ranks: so many must meet on one; each that is split leaves one less."""
+    bounds = _bounds(np.full(items, 6.0), 2, 1.0, 16)
+    left = [-(-(items - split) // 2) for split in range(items + 1)]
+    assert left[0] == meet
+    assert bounds.tolist() == [max(items * 6.0 / 2, 6.0 * ranks) for ranks in left]
 
 
 @pytest.mark.parametrize("items_per_rank", [0.5, 1, 2, 3, 4.5, 6, 9, 10, 20])
