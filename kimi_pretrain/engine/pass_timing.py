@@ -49,7 +49,6 @@ class PassTimer:
         """Run both passes once; returns the embedding, each layer, the head with loss."""
         for model in self.backbone.models:
             model.train()
-        self.backbone.policy.begin_step()
         scale = self.backbone.engine.moe_grad_scale_func
         assert scale is not None
         # As the schedule does: without it a default of another shape stays for the whole process.

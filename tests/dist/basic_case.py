@@ -321,6 +321,7 @@ def language_model(run) -> dict:
             view.data.mul_(3.0)
     tokens = torch.randint(0, language.vocab_size, (1, length), generator=generator)
     rows = PackedRows.of(borders, [True] * 3, torch.device("cpu"))
+    assert rows.max_seqlen_q == rows.max_seqlen_kv == length  # a row is one sequence to the engine
     padding = torch.zeros(1, length, dtype=torch.bool)
     (logits,) = run.backbone.evaluate(
         [Microbatch(rows, padding, tokens)], lambda x: x.clone()

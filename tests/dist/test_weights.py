@@ -43,12 +43,17 @@ class Case:
 
 
 # The projector of Kimi's architecture is four towers wide, SMALL's too.
-LATENT = Case("latent, YaRN", (YARN, "model.language.norm_eps=1.0e-5"), 1e-5)
+LATENT = Case(
+    "latent, YaRN",
+    (YARN, "model.language.norm_eps=1.0e-5", "model.language.rope_theta=300.0"),
+    1e-5,
+)
 PLAIN = Case(
     "no query latent, no YaRN",
     (
         "model.language.q_lora_rank=null",
         "model.language.norm_eps=1.0e-6",
+        "model.language.rope_theta=50000.0",
         "model.language.num_shared_experts=2",
         "model.language.num_dense_layers=2",
     ),

@@ -58,7 +58,8 @@ ORGANS = {
         ("tests/dist/test_engine.py", "tests/dist/test_positions.py", "tests/dist/test_memory.py",
          "tests/dist/test_layouts.py", "tests/dist/test_muonclip.py", "tests/dist/test_overlap.py",
          "tests/dist/test_sequence.py", "tests/dist/test_bubbles.py",
-         "tests/dist/test_calibrate_passes.py", "tests/dist/test_precision.py"),
+         "tests/dist/test_calibrate_passes.py", "tests/dist/test_precision.py",
+         "tests/dist/test_weights.py"),
         forks=True,
     ),
     "memory": Organ(
