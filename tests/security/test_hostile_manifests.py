@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_pipeline.cache.cached_store import CacheConfig, CachedStore
 from data_pipeline.govern.collect import apply, propose
 from data_pipeline.govern.collect_plan import Plan, Retired
 from data_pipeline.govern.holds import put_hold
-from data_pipeline.govern.redact import carry_out, plan
+from data_pipeline.govern.redact import carry_out, plan, purge
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.index.erased import read_erased
 from data_pipeline.index.manifest import (
@@ -269,6 +270,30 @@ def test_shards_of_others_are_not_replaced_on_its_word(store, planted):
     assert theirs(store) == before
     collect(store)
     assert {"victim/000000.tar", "victim/000001.tar", "raw/000000.tar"} <= {*store.list()}
+
+
+def test_no_other_hash_on_its_word_keeps_blocks_in_a_cache(store, tmp_path):
+    """It says that the shard which was replaced had other bytes: those are not in the cache."""
+    config = CacheConfig(folder=str(tmp_path / "cache"), disk_bytes=1 << 24, block_bytes=4096)
+    [before, _] = read_index(store, "other").shards
+    with CachedStore(FolderStore(store.root), config) as cache:
+        cache.register(before.key, before.size, before.sha256)
+        cache.get(before.key)
+    blocks = [file for file in (tmp_path / "cache").rglob("*") if b"other 0 other 0" in data(file)]
+    assert blocks
+    carry_out(store, {"other": ["other-0"]})
+    now = read_manifest(store, "other")["shards"][0]
+    replaced = [{"key": before.key, "size": 1, "sha256": "0" * 64, "by": now["key"]}]
+    about = {"made_as": "x", "samples": [0], "replaced": replaced}
+    for name in (index_key, manifest_key):
+        store.put(name("zzz"), store.get(name("evil")))  # the last by its name
+    put(store, "zzz", shards=[now], redacted=about)
+    assert purge(FolderStore(store.root), config) == 1
+    assert not [file for file in blocks if b"other 0 other 0" in data(file)]
+
+
+def data(file):
+    return file.read_bytes() if file.is_file() else b""
 
 
 def test_samples_of_others_are_not_redacted_on_its_word(store):
