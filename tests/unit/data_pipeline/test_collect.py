@@ -656,6 +656,8 @@ def test_a_manifest_or_hold_that_cannot_be_read_ends_it_all():
             "does not have its form: name is",
         ),
         ("a/holds.json", b"[]", "as long as nobody knows what is held"),
+        ("a/holds.json", b'{"holds": {}}', "as long as nobody knows what is held"),
+        ("a/holds.json", b'{"holds": ""}', "as long as nobody knows what is held"),
     ):
         world = World()
         world.source("a", 1)
