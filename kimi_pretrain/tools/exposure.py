@@ -10,6 +10,7 @@ grown from the one they were ingested into, or reindexed.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -338,12 +339,11 @@ def _quarantine(
     # What follows the last end of a line was being written when the run was killed.
     lines = file.read_text().split("\n")[:-1] if file.is_file() else []
     for at, line in enumerate(lines, 1):
-        try:
+        step, source, sample = 0, 0, -1
+        with suppress(ValueError, KeyError, TypeError):
             one = json.loads(line)
             step, source = int(one["step"]), number[one["source"]]
             [sample] = samples_of(planner.indices[source], [one["key"]]).tolist()
-        except (ValueError, KeyError, TypeError):
-            sample = -1
         if sample < 0:
             raise ValueError(
                 f"{file}, line {at}: {line[:120]!r} is no sample of this run's sources; restore "
