@@ -53,7 +53,7 @@ def read_holds(store: Store, sources: Iterable[str] | None = None) -> list[Hold]
         try:
             given = parse_json(_read(store, holds_key(source)), holds_key(source))
             entries = [(one["hold"], source, one["since"], one["shards"]) for one in given["holds"]]
-            if not all(map(_is_hold, entries)):
+            if not isinstance(given["holds"], list) or not all(map(_is_hold, entries)):
                 raise TypeError
         except MissingKey:
             continue

@@ -22,6 +22,8 @@ from data_pipeline.store.open import MissingKey, Store
 
 LOCK = ".ingest/lock"
 THREADS = 16
+# What a folder's writer leaves, in place of an upload of the object's own key.
+_TEMPORARY = re.compile(r"(?:\.(?:ingest|sync)/)?\.part-[0-9a-f]+")
 _FACTS = re.compile(r"([0-9a-f]{64})/[^/]+/facts\.parquet")
 
 
@@ -211,12 +213,12 @@ def facts_of(facts: Store, records: Records) -> Iterator[Thing]:
 
 
 def _uploads(root: Root) -> Iterator[Thing]:
-    """Yield what killed writers left in the folders of sources, made or not."""
+    """Yield what killed writers of ours left in the folders of sources, made or not."""
     folders: dict[str, list[Spot]] = {}
     ours = {*root.manifests, *root.begun()}
     for one in root.leftovers:
-        name = one.key.partition("/")[0]
-        if name in ours:
+        name, _, inside = one.key.partition("/")
+        if name in ours and (is_own(name, one.key) or _TEMPORARY.fullmatch(inside)):
             folders.setdefault(name, []).append(Spot(one.key, 0, one.mark))
     for name, spots in folders.items():
         yield Thing("upload", name, "an upload that was never completed", "", "", tuple(spots))

@@ -42,9 +42,9 @@ from data_pipeline.govern.spots import (
 from data_pipeline.index.columns import ShardInfo, SourceIndex
 from data_pipeline.index.erased import note_erased, sums_of
 from data_pipeline.index.manifest import expect, manifest_key, read_manifest
-from data_pipeline.index.own_keys import folder_of, place_of
+from data_pipeline.index.own_keys import folder_of, is_own, place_of
 from data_pipeline.index.redacted import with_redacted
-from data_pipeline.ingest.claim import Claim
+from data_pipeline.ingest.claim import Claim, NameTaken
 from data_pipeline.names import listed
 from data_pipeline.plan.tombstones import samples_of, unknown_key
 from data_pipeline.store.json_objects import read_json
@@ -208,10 +208,16 @@ def carry_out(
 
 
 def replaced_shards(store: Store) -> list[ShardInfo]:
-    """Return the shards in whose places redacted ones are, as the manifests under a root say."""
-    manifests = Root(store).manifests.values()
-    gone = {one["key"]: one for manifest in manifests for one in _replaced(manifest)}
-    return [ShardInfo(one["key"], one["size"], one["sha256"], 0) for one in gone.values()]
+    """Return the shards in whose places redacted ones are, as the manifests under a root say.
+
+    Each with all bytes that any manifest says it had: none takes the place of another's word.
+    """
+    gone = {
+        ShardInfo(one["key"], one["size"], one["sha256"], 0): None
+        for manifest in Root(store).manifests.values()
+        for one in _replaced(manifest)
+    }
+    return [*gone]
 
 
 def purge(store: Store, config: CacheConfig) -> int:
@@ -226,7 +232,7 @@ def purge(store: Store, config: CacheConfig) -> int:
         for one in gone:
             cache.register(one.key, one.size, one.sha256)
             cache.forget(one.key)
-    return len(gone)
+    return len({one.key for one in gone})
 
 
 def _replaced(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -407,38 +413,74 @@ def _remove_replaced(
     """Remove replaced shards that nobody needs, in all versions, and what writers left.
 
     Those in the folder of the source that says so; of sources whose samples were asked for also
-    those that lie in no other source's folder.
+    those that lie in no other source's folder. The folders are held meanwhile, and sources in the
+    making are looked for: another process may write there, or come to name these shards.
     """
-    root, there = Root(store), {*store.list()}
-    mine: dict[str, tuple[str, dict[str, Any]]] = {}
-    others: dict[str, str] = {}
+    before = Root(store)
+    folders = {folder_of(key) for key in _removable(before, wanted)}
+    with ExitStack() as held:
+        busy = _hold(store, folders & before.manifests.keys(), held)
+        root, there = Root(store), {*store.list()}
+        removable = _removable(root, wanted)
+        mine = {key: one for key, one in removable.items() if folder_of(key) in folders}
+        try:
+            _refuse_unfinished(store, root)
+        except ValueError as error:
+            busy = dict.fromkeys(folders, str(error)) | busy
+        named = {one["key"]: name for name, m in root.manifests.items() for one in m["shards"]}
+        holds = {key: hold.name for hold in read_holds(store) for key in hold.shards}
+        for key in sorted(mine):
+            reason = busy.get(folder_of(key))
+            if reason is not None and key not in there:
+                continue
+            if reason := reason or _needed(root, key, *mine[key], there, named, holds):
+                done.kept.append((key, reason))
+                continue
+            progress(f"remove {key}")
+            try:
+                if store.delete_versions(key):
+                    done.removed.append(key)
+            except StoreError as error:
+                done.kept.append((key, str(error)))
+        others = {one["key"]: name for name, m in root.manifests.items() for one in _replaced(m)}
+        for key in sorted((others.keys() & there) - removable.keys() - named.keys()):
+            reason = f"{others[key]} says that it was replaced, and it is not in its folder"
+            done.kept.append((key, f"{reason}: remove it if no one needs it"))
+        for folder in sorted(folders - busy.keys()):
+            if isinstance(store, S3Store):
+                store.remove_uploads(f"{folder}/", lambda key, name=folder: not is_own(name, key))
+            elif isinstance(store, FolderStore):
+                store.remove_unfinished(folder)
+
+
+def _removable(
+    root: Root, wanted: Mapping[str, Sequence[str]]
+) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return the replaced shards that may be removed -> the source that says so, and its entry."""
+    found: dict[str, tuple[str, dict[str, Any]]] = {}
     for name, manifest in root.manifests.items():
         for one in _replaced(manifest):
             key, owner = one["key"], root.owner(place_of(one["key"]))
             if folder_of(key) == name or (owner is None and name in wanted):
-                mine[key] = name, one
-            else:
-                others[key] = name
-    named = {one["key"]: name for name, m in root.manifests.items() for one in m["shards"]}
-    holds = {key: hold.name for hold in read_holds(store) for key in hold.shards}
-    for key in sorted(mine):
-        if reason := _needed(root, key, *mine[key], there, named, holds):
-            done.kept.append((key, reason))
-            continue
-        progress(f"remove {key}")
+                found[key] = name, one
+    return found
+
+
+def _hold(store: Store, folders: Set[str], held: ExitStack) -> dict[str, str]:
+    """Hold folders of sources for as long as `held` lasts; returns those of others, and why."""
+    busy: dict[str, str] = {}
+    claims: dict[str, Claim] = {}
+    for name in sorted(folders):
         try:
-            if store.delete_versions(key):
-                done.removed.append(key)
-        except StoreError as error:
-            done.kept.append((key, str(error)))
-    for key in sorted((others.keys() & there) - mine.keys() - named.keys()):
-        reason = f"{others[key]} says that it was replaced, and it is not in its folder"
-        done.kept.append((key, f"{reason}: remove it if no one needs it"))
-    for folder in sorted({folder_of(key) for key in mine}):
-        if isinstance(store, S3Store):
-            store.remove_uploads(f"{folder}/", lambda _: False)
-        elif isinstance(store, FolderStore):
-            store.remove_unfinished(folder)
+            claims[name] = held.enter_context(Claim(store, name, wait=False))
+        except NameTaken as error:
+            busy[name] = str(error)
+    for name, claim in claims.items():
+        try:
+            claim.settle()
+        except NameTaken as error:
+            busy[name] = str(error)
+    return busy
 
 
 def _needed(

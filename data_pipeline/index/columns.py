@@ -69,7 +69,8 @@ GROUPS: dict[str, dict[str, Any]] = {
     },
     "point": {"point_x": np.float32, "point_y": np.float32},
 }
-COLUMNS = SAMPLE_COLUMNS | {name: kind for group in GROUPS.values() for name, kind in group.items()}
+LISTED = {name: kind for group in GROUPS.values() for name, kind in group.items()}
+COLUMNS = SAMPLE_COLUMNS | LISTED
 
 
 HASHED = (
@@ -195,7 +196,9 @@ class SourceIndex:
                     f"expected {length} ({n} samples)"
                 )
         self._check_sums()
-        if n and (not _rises(self.shard) or self.shard[-1] >= len(self.shards)):
+        if n and not (
+            _rises(self.shard) and 0 <= self.shard[0] <= self.shard[-1] < len(self.shards)
+        ):
             raise ValueError(
                 f"source {self.name!r}: column shard must be grouped and name one of the "
                 f"{len(self.shards)} shards"

@@ -131,7 +131,7 @@ def note_all_erased(store: Store, name: str) -> None:
         sha256 = hashlib.sha256(data).hexdigest()
         expect(f"{store.uri}/{name}", "index_sha256", sha256, manifest["index_sha256"])
         # With the checksums that the samples had.
-        index = index_of(read_table(data), manifest, sha256)
+        index = index_of(read_table(data, f"{store.uri}/{index_key(name)}"), manifest, sha256)
         note_erased(store, name, index, samples)
 
 

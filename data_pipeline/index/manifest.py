@@ -9,8 +9,8 @@ the manifest; samples are read by it in `data_pipeline/index/reads.py`.
 import hashlib
 import io
 import json
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from data_pipeline.index.columns import (
     COLUMNS,
     GROUPS,
+    LISTED,
     SAMPLE_COLUMNS,
     SCHEMA,
     ShardInfo,
@@ -181,7 +182,7 @@ def read_index(store: Store, name: str) -> SourceIndex:
     data = store.get(index_key(name))
     sha256 = hashlib.sha256(data).hexdigest()
     expect(where, "index_sha256", sha256, manifest["index_sha256"])
-    table = read_table(data)
+    table = read_table(data, f"{where}/index.parquet")
     index = index_of(table, manifest, sha256)
     if index.made_as:
         first = {**manifest, "shards": first_shards(manifest)}
@@ -287,7 +288,22 @@ def _to_parquet(index: SourceIndex) -> bytes:
     return sink.getvalue()
 
 
-def read_table(data: bytes) -> pa.Table:
+@contextmanager
+def refused_parquet(where: str) -> Iterator[None]:
+    """Raise IndexMismatch for what Arrow cannot read; errors of the disk pass."""
+    try:
+        yield
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        told = " ".join(str(error).split())
+        raise IndexMismatch(
+            f"{where}: no Parquet file that can be read: {told:.200}; restore it, or ingest the "
+            "source again"
+        ) from error
+
+
+def read_table(data: bytes, where: str = "index.parquet") -> pa.Table:
     """Return the rows of an index's file.
 
     Arrow reads a copy in its own memory. Its threads may release the file's bytes after the last
@@ -296,7 +312,35 @@ def read_table(data: bytes) -> pa.Table:
     """
     copy = pa.allocate_buffer(len(data))
     memoryview(copy).cast("B")[:] = data
-    return pq.ParquetFile(pa.BufferReader(copy)).read()
+    with refused_parquet(where):
+        return pq.ParquetFile(pa.BufferReader(copy)).read()
+
+
+def check_columns(table: pa.Table, name: str) -> None:
+    """Refuse a table that has not the columns of an index; others may stand beside them.
+
+    Raises:
+        IndexMismatch: a column is missing, has another type, or lacks values.
+    """
+    for column in ("key", *COLUMNS):
+        wanted = pa.string() if column == "key" else pa.from_numpy_dtype(COLUMNS[column])
+        wanted = pa.large_list(wanted) if column in LISTED else wanted
+        found = table.schema.field(column).type if column in table.column_names else None
+        if found != wanted:
+            told = "missing" if found is None else f"of type {found}"
+            raise IndexMismatch(
+                f"source {name!r}: index.parquet: column {column} is {told}, expected {wanted}; "
+                "ingest the source again"
+            )
+        for chunk in table.column(column).chunks:
+            refuse_nulls(chunk, f"source {name!r}: index.parquet: column {column}")
+
+
+def refuse_nulls(values: pa.Array, where: str) -> None:
+    """Raise IndexMismatch if a column lacks values, or lists of it do."""
+    listed = pa.types.is_large_list(values.type)
+    if values.null_count or (listed and values.flatten().null_count):
+        raise IndexMismatch(f"{where} lacks values; ingest the source again")
 
 
 def table_of(index: SourceIndex) -> pa.Table:
@@ -340,7 +384,12 @@ def index_of(table: pa.Table, manifest: Mapping[str, Any], sha256: str) -> Sourc
         table: rows of `index.parquet`.
         manifest: of the source.
         sha256: of the file.
+
+    Raises:
+        IndexMismatch: as `check_columns`.
+        ValueError: as `SourceIndex` and `with_redacted`.
     """
+    check_columns(table, manifest["name"])
 
     def flat(name: str, kind: Any) -> NDArray[Any]:
         column = table.column(name).combine_chunks()

@@ -22,7 +22,16 @@ from data_pipeline.index.columns import (
     SourceIndex,
     content_digest,
 )
-from data_pipeline.index.manifest import expect, index_key, index_of, numbers_of, read_manifest
+from data_pipeline.index.manifest import (
+    check_columns,
+    expect,
+    index_key,
+    index_of,
+    numbers_of,
+    read_manifest,
+    refuse_nulls,
+    refused_parquet,
+)
 from data_pipeline.store.open import Store
 
 PART_SAMPLES = 1 << 17
@@ -50,7 +59,8 @@ def index_parts(
     sha256 = _copy(store, index_key(name), scratch)
     expect(where, "index_sha256", sha256, manifest["index_sha256"])
     found = items = 0
-    with pq.ParquetFile(scratch) as file:
+    with refused_parquet(f"{where}/index.parquet"), pq.ParquetFile(scratch) as file:
+        check_columns(file.schema_arrow.empty_table(), name)
         expect(where, "content_hash", content_hash(file, manifest), manifest["content_hash"])
         for part in _parts(file, manifest, sha256, samples):
             found, items = found + part.num_samples, items + part.num_items
@@ -99,6 +109,7 @@ def content_hash(file: pq.ParquetFile, manifest: Mapping[str, Any]) -> str:
                 yield pa.array(getattr(part, name))
             return
         for batch in file.iter_batches(PART_SAMPLES, columns=[name]):
+            refuse_nulls(batch.column(0), f"source {manifest['name']!r}: column {name}")
             yield batch.column(0)
 
     first = {f"{group}_ptr": next(iter(columns)) for group, columns in GROUPS.items()}

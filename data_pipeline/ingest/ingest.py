@@ -12,7 +12,7 @@ import json
 import traceback
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
@@ -24,13 +24,16 @@ import pyarrow as pa
 from data_pipeline.index.columns import CATEGORIES, SCHEMA, SourceIndex
 from data_pipeline.index.erased import read_erased
 from data_pipeline.index.manifest import (
+    IndexMismatch,
     expect,
     manifest_key,
     read_index,
     read_manifest,
     refuse_finished,
+    sources_at,
     write_index,
 )
+from data_pipeline.index.own_keys import is_shard
 from data_pipeline.index.shards import check_source_name
 from data_pipeline.ingest.append import appended, check_appendable
 from data_pipeline.ingest.claim import Claim
@@ -126,8 +129,9 @@ def ingest(
     Raises:
         RuntimeError: a sample that was handed in is neither written nor rejected.
         ValueError: bad name, category or shard size, a finished source of this name, an unfinished
-            one with other arguments, or no sample left. NameTaken: another process is writing a
-            source of this name. TooManyRejected: says how many, and why.
+            one with other arguments, a folder with shards of another source, or no sample left.
+            NameTaken: another process is writing a source of this name. TooManyRejected: says how
+            many, and why.
     """
     policy = policy or IngestPolicy()
     reader = samples if isinstance(samples, Reader) else Listed(samples)
@@ -155,6 +159,7 @@ def ingest(
     with Claim(store, name) as claim:
         if finished := _finished(store, name, journal):
             return finished
+        _refuse_shards_of_others(store, name)
         if old is not None:  # read again now that the name says so: a collection may have begun
             _refuse_changed(store, old)
         taken = set() if old is None else set(pa.array(old.key, pa.string()).to_pylist())
@@ -206,6 +211,26 @@ class _Given:
                 f"and {num_seen:,} were written or rejected; these must be equal, so samples were "
                 "lost and the source is not finished. If the input changed meanwhile, delete "
                 f"{name}/.ingest and ingest it again; otherwise please report it"
+            )
+
+
+def _refuse_shards_of_others(store: Store, name: str) -> None:
+    """Refuse a folder in which another source has shards: they would be written over.
+
+    Such a source was made of one of this name, which is gone or was not copied with it.
+
+    Raises:
+        ValueError: names the other source.
+    """
+    there = {key for key in store.list(f"{name}/") if is_shard(key)}
+    for other in sources_at(store) if there else ():
+        shards: list[dict[str, Any]] = []
+        with suppress(MissingKey, IndexMismatch, ValueError):  # what is unsound nobody reads
+            shards = read_manifest(store, other)["shards"]
+        if lost := there & {shard["key"] for shard in shards}:
+            raise ValueError(
+                f"{store.uri}/{name}: source {other!r} has shards in this folder, such as "
+                f"{min(lost)}, which would be written over; choose another name"
             )
 
 

@@ -353,7 +353,8 @@ def parse_entries(where: str, text: str, *, steps: bool = True) -> list[tuple[in
         ValueError: names the line.
     """
     found: list[tuple[int, Entry]] = []
-    for number, line in enumerate(text.splitlines(), 1):
+    # Not `splitlines`: inside a JSON text other separators of lines, as in a request, are letters.
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         told = f"{where}, line {number}"

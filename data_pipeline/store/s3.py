@@ -46,6 +46,8 @@ from data_pipeline.store.objects import (
     short_object,
 )
 from data_pipeline.store.retry import Tries
+from data_pipeline.store.s3_answers import TRANSIENT, meaning_of
+from data_pipeline.store.s3_form import check_deleted
 from data_pipeline.store.s3_read import PROGRESS, BodyRead
 from data_pipeline.store.s3_requests import S3Requests
 
@@ -289,15 +291,24 @@ class S3Store(S3Requests):
         return list(kept.items())
 
     def _delete_batch(self, batch: Sequence[dict[str, str]]) -> dict[str, str]:
-        """Send DeleteObjects, whose answer 200 may hold an error for each key."""
+        """Send DeleteObjects, whose answer 200 may hold an error for each key.
+
+        Objects whose removal may succeed later are removed by requests of their own.
+        """
         which = {"Delete": {"Objects": batch, "Quiet": True}}
-        reply = self._request("delete_objects", batch[0]["Key"][len(self._base) :], which)
+        check = partial(check_deleted, asked={one["Key"] for one in batch})
+        first = batch[0]["Key"][len(self._base) :]
+        reply = self._request("delete_objects", first, which, check=check)
         kept: dict[str, str] = {}
+        later: set[str] = set()
         for error in reply.get("Errors", ()):
-            if error.get("Code") not in ("NoSuchKey", "NoSuchVersion"):
-                told = f"{error.get('Code')}: {error.get('Message', '')}".strip(": ")
+            code = error.get("Code", "")
+            if meaning_of(0, code) in TRANSIENT:
+                later.add(error["Key"])
+            elif code not in ("NoSuchKey", "NoSuchVersion"):
+                told = f"{code}: {error.get('Message', '')}".strip(": ")
                 kept[error["Key"][len(self._base) :]] = told
-        return kept
+        return kept | self._delete_each([one for one in batch if one["Key"] in later])
 
     def _delete_each(self, batch: Sequence[dict[str, str]]) -> dict[str, str]:
         """Remove each by a request of its own, for a server without DeleteObjects."""
@@ -313,17 +324,21 @@ class S3Store(S3Requests):
         return {one["Key"][len(self._base) :]: reason for one, reason in told if reason}
 
     def bygone(self, prefix: str = "") -> list[Unfinished]:
-        """See `Store.bygone`: versions of keys whose newest one is a delete marker."""
+        """See `Store.bygone`: versions of keys whose newest one is a delete marker.
+
+        The server must say so: one that marks no version as the newest tells of no deletion.
+        """
         found: dict[str, list[Unfinished]] = {}
-        there: set[str] = set()
+        newest: dict[str, set[str]] = {}
         for kind, one in self._all_versions(prefix):
             key = one["Key"][len(self._base) :]
             if kind == "Versions":
                 size = one.get("Size", 0)
                 found.setdefault(key, []).append(Unfinished(key, one["VersionId"], size))
-                if one.get("IsLatest"):
-                    there.add(key)
-        return sorted(one for key, ones in found.items() if key not in there for one in ones)
+            if one.get("IsLatest"):
+                newest.setdefault(key, set()).add(kind)
+        gone = [ones for key, ones in found.items() if newest.get(key) == {"DeleteMarkers"}]
+        return sorted(one for ones in gone for one in ones)
 
     def drop_bygone(self, ones: Sequence[Unfinished]) -> list[tuple[str, str]]:
         """See `Store.drop_bygone`. A marker stays: without it an older version would come back."""

@@ -6,7 +6,7 @@ botocore reads an empty listing, a deletion or an object out of them. Each check
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 # The first element of a document, whatever its namespace's prefix.
@@ -25,10 +25,18 @@ _HEADERS = {
     "PutObject": ("etag",),
     "UploadPart": ("etag",),
 }
-_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+_MOST_DIGITS = 18  # of a number of bytes: Python refuses to read one of thousands
+_NUMBER = rf"[0-9]{{1,{_MOST_DIGITS}}}"
+_RANGE = re.compile(rf"bytes ({_NUMBER})-({_NUMBER})/({_NUMBER}|\*)")
 _MOST_EMPTY = 1000  # pages in a row without an entry
-# What the entries of a page are called, and what tells two of one key apart.
-_ENTRIES = ("Contents", "CommonPrefixes", "Uploads", "Versions", "DeleteMarkers")
+# What the entries of a page are called, and the fields without which an entry names nothing.
+_ENTRIES = {
+    "Contents": ("Key",),
+    "CommonPrefixes": ("Prefix",),
+    "Uploads": ("Key", "UploadId"),
+    "Versions": ("Key", "VersionId"),
+    "DeleteMarkers": ("Key", "VersionId"),
+}
 
 
 class BrokenBody(Exception):
@@ -53,7 +61,7 @@ def check_form(operation: str, status: int, headers: Mapping[str, str], body: ob
         WrongAnswer: as named.
     """
     size = headers.get("content-length")
-    if size is not None and not (size.isascii() and size.isdigit()):
+    if size is not None and not re.fullmatch(_NUMBER, size):
         raise WrongAnswer(f"Content-Length is {size!r:.40}")
     came = len(body) if isinstance(body, bytes) and not operation.startswith("Head") else None
     if came is not None and size is not None and came != int(size):
@@ -116,6 +124,22 @@ def check_body(reply: Mapping[str, Any], start: int, length: int | None) -> int:
     return last - first + 1
 
 
+def check_deleted(reply: Mapping[str, Any], asked: Collection[str]) -> None:
+    """Check an answer to DeleteObjects.
+
+    Args:
+        reply: of botocore.
+        asked: names of the objects.
+
+    Raises:
+        WrongAnswer: it tells of an object that was not to be removed.
+    """
+    for error in reply.get("Errors", ()):
+        if error.get("Key") not in asked:
+            told = f"{error.get('Code')} for {error.get('Key')!r:.80}"
+            raise WrongAnswer(f"{told}, which was not to be removed")
+
+
 class Pages:
     """Checks the pages of one listing: that they are of its prefix, and that it comes to an end.
 
@@ -136,7 +160,12 @@ class Pages:
         Raises:
             WrongAnswer: it is of another listing, or of one without an end.
         """
-        entries = [one for kind in _ENTRIES for one in page.get(kind, ())]
+        entries: list[Mapping[str, Any]] = []
+        for kind, fields in _ENTRIES.items():
+            for one in page.get(kind, ()):
+                if lacking := [field for field in fields if field not in one]:
+                    raise WrongAnswer(f"{kind} of the listing has an entry without {lacking[0]}")
+                entries.append(one)
         for one in entries:
             name = one.get("Key", one.get("Prefix", ""))
             if not name.startswith(self._prefix):

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 
+from data_pipeline.index.own_keys import is_own
 from data_pipeline.ingest.claim import Claim
 from data_pipeline.store.objects import in_threads
 from data_pipeline.store.open import FolderStore, MissingBucket, MissingKey, S3Store, Store
@@ -49,8 +50,9 @@ class SyncJournal:
                     self._target.remove_unfinished(inside)
             elif isinstance(self._target, S3Store):
                 for one in self._target.unfinished(f"{folder}/"):
-                    claim.settle()
-                    self._target.drop_unfinished(one)
+                    if is_own(folder, one.key):  # other programs' uploads are theirs
+                        claim.settle()
+                        self._target.drop_unfinished(one)
 
     def _keys(self) -> list[str]:
         with suppress(MissingKey, MissingBucket):

@@ -10,6 +10,7 @@ grown from the one they were ingested into, or reindexed.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,9 +25,7 @@ from data_pipeline.index.manifest import (
     RUN_MIXTURES,
     RUN_SOURCES,
     RUN_TOMBSTONES,
-    identity_of,
     read_index,
-    read_manifest,
     sources_at,
 )
 from data_pipeline.names import did_you_mean, listed
@@ -42,9 +41,11 @@ from data_pipeline.store.open import Store
 from kimi_pretrain.checkpoint.storage_read import open_place
 from kimi_pretrain.config import Config, load_config
 from kimi_pretrain.reliability.run_history import METRICS, noted_place
+from kimi_pretrain.reliability.status import read_status
 from kimi_pretrain.telemetry.jsonl import first_step, last_step
 
 QUARANTINE = "quarantine.jsonl"
+HELDOUT = "heldout.jsonl"
 # Of a state, what says how far the data are.
 _WHERE = ("window", "row", "opened", "step", "tokens")
 # Of a state, what another mixture may change.
@@ -107,15 +108,14 @@ def exposure(
     if not (config := _config_of(run_dir)):
         return Exposure(str(run_dir))
     found, states = Exposure(str(run_dir), *_steps(run_dir)), _states(run_dir, config)
-    if states:
-        found.last = max(found.last, states[-1]["step"])
-    if not found.last:
+    found.last = max(found.last, _done(run_dir), *(one["step"] for one in states[-1:]))
+    if not found.last and not (run_dir / HELDOUT).is_file():
         return found
     store = _open(config)
     _check_names(run_dir, config, store, wanted)
     there = held(store, wanted)
     found.heldout, found.untold = _held_out(run_dir, store, there)
-    if not {*there} & {*config.data.source_names}:
+    if not found.last or not {*there} & {*config.data.source_names}:
         return found
     planner, state, masked = _replay(run_dir, config, store, states)
     anchors = {one["step"]: one for one in states}
@@ -177,8 +177,26 @@ def _open(config: Config) -> Store:
 
 def _noted_names(run_dir: Path, config: Config | None) -> set[str]:
     """Return the sources that a run noted, of whatever use, or that its configuration names."""
-    noted = {one["name"] for one in json.loads((run_dir / RUN_SOURCES).read_text())}
+    noted = {one["name"] for one in _noted(run_dir)}
     return noted if config is None else noted | {*config.data.source_names, *config.data.heldout}
+
+
+def _noted(run_dir: Path) -> list[dict[str, Any]]:
+    """Return what a run has noted of its sources.
+
+    Raises:
+        ValueError: the file is not as a run writes it.
+    """
+    file = run_dir / RUN_SOURCES
+    try:
+        noted: list[dict[str, Any]] = json.loads(file.read_text())
+        for one in noted:
+            _ = one["name"], one["use"], one["content_hash"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(
+            f"{file}: expected what a run writes of its sources; restore it from a backup"
+        ) from None
+    return noted
 
 
 def _check_names(
@@ -209,20 +227,19 @@ def _held_out(
     run_dir: Path, store: Store, there: Mapping[str, Sequence[int]]
 ) -> tuple[list[str], list[str]]:
     """Return the held-out sources of all starts that hold samples, and those that are gone."""
-    noted = json.loads((run_dir / RUN_SOURCES).read_text())
-    used = {one["name"]: one for one in noted if one["use"] == "heldout"}
+    used = {one["name"]: one for one in _noted(run_dir) if one["use"] == "heldout"}
     here = {*sources_at(store)}
     same = {name for name in used if name in here and _same_data(used[name], store)}
     return sorted(same & {*there}), sorted({*used} - same)
 
 
 def _same_data(noted: Mapping[str, Any], store: Store) -> bool:
-    """Whether a source still holds what a run noted of it, apart from redactions."""
-    manifest = read_manifest(store, noted["name"])
-    return noted.get("made_as", noted["content_hash"]) in (
-        manifest["content_hash"],
-        identity_of(manifest),
-    )
+    """Whether a source still holds what a run noted of it, apart from redactions.
+
+    The index is read, too: a manifest alone may call itself any content.
+    """
+    index = read_index(store, noted["name"])
+    return noted.get("made_as", noted["content_hash"]) in (index.content_hash, index.identity)
 
 
 def _uses(
@@ -252,6 +269,16 @@ def _steps(run_dir: Path) -> tuple[int, int]:
     return first or 0, last or 0
 
 
+def _done(run_dir: Path) -> int:
+    """Return the last step of status.json, where it is the run's own; 0 of a run that did none.
+
+    It is written, too, where metrics.jsonl could not be, or is lost.
+    """
+    status, file = read_status(run_dir), run_dir / RUN_BEGAN_AT
+    began = json.loads(file.read_text())["step"] if file.is_file() else 0
+    return status.step if status is not None and status.step > began else 0
+
+
 def _states(run_dir: Path, config: Config) -> list[State]:
     """Return the loader's states in the run's checkpoints by step; sources numbered as now."""
     where = noted_place(run_dir) or config.checkpoint.place or str(run_dir / "checkpoints")
@@ -268,7 +295,7 @@ def _states(run_dir: Path, config: Config) -> list[State]:
 def _planner(run_dir: Path, config: Config, indices: Sequence[SourceIndex]) -> Planner:
     """Return the planner of the run: what was redacted after its last start was still drawn."""
     file = run_dir / RUN_SOURCES
-    noted = {one["name"]: one for one in json.loads(file.read_text()) if one["use"] == "train"}
+    noted = {one["name"]: one for one in _noted(run_dir) if one["use"] == "train"}
     for index in indices:
         was = noted.get(index.name)
         known = {index.content_hash, index.identity}
@@ -309,11 +336,20 @@ def _quarantine(
     number = {index.name: at for at, index in enumerate(planner.indices)}
     faults = {(int(c), int(a), int(b)) for one in states for a, b, c in one["quarantine"]}
     file = run_dir / QUARANTINE
-    for line in file.read_text().splitlines() if file.is_file() else ():
-        one = json.loads(line)
-        source = number[one["source"]]
-        [sample] = samples_of(planner.indices[source], [one["key"]]).tolist()
-        faults.add((one["step"] - 1, source, sample))
+    # What follows the last end of a line was being written when the run was killed.
+    lines = file.read_text().split("\n")[:-1] if file.is_file() else []
+    for at, line in enumerate(lines, 1):
+        step, source, sample = 0, 0, -1
+        with suppress(ValueError, KeyError, TypeError):
+            one = json.loads(line)
+            step, source = int(one["step"]), number[one["source"]]
+            [sample] = samples_of(planner.indices[source], [one["key"]]).tolist()
+        if sample < 0:
+            raise ValueError(
+                f"{file}, line {at}: {line[:120]!r} is no sample of this run's sources; restore "
+                "the file from a backup: its rows cannot be told without it"
+            )
+        faults.add((step - 1, source, sample))
     for step, source, sample in sorted(faults):
         planner.quarantine(source, sample, step)
     return faults

@@ -38,15 +38,20 @@ def find_anomaly(file: Path, step: int | None) -> dict[str, Any]:
         step: as in metrics.jsonl, counted from 1; None for the last entry.
 
     Raises:
-        ValueError: no entry of this step, or none at all.
+        ValueError: no entry of this step, or none at all, or a line that is none.
         FileNotFoundError: no such file.
     """
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    # What follows the last end of a line was being written when the run was killed.
+    whole = file.read_text().split("\n")[:-1]
+    try:
+        lines = [{**json.loads(line)} for line in whole]
+        steps = ", ".join(str(line["step"]) for line in lines)
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{file}: expected the anomalies of a run, a line each") from None
     if not lines:
         raise ValueError(f"{file} is empty")
     chosen = [line for line in lines if step in (None, line["step"])]
     if not chosen:
-        steps = ", ".join(str(line["step"]) for line in lines)
         raise ValueError(f"{file} has nothing of --step {step}; it has steps {steps}")
     return chosen[-1]
 

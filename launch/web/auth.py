@@ -142,13 +142,15 @@ def add_token(file: Path, name: str, role: Role) -> str:
     """
     if not _NAME.fullmatch(name):
         raise ValueError(f"name {name!r}: expected letters, digits, . _ @ -, at most 64")
+    begin = ""
     if file.exists():
         read_tokens(file)
+        begin = "" if file.read_bytes().endswith(b"\n") else "\n"  # as an editor may leave it
     token = new_token()
     line = {"name": name, "role": role.name.lower(), "sha256": digest(token)}
     descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     with os.fdopen(descriptor, "a") as out:
-        out.write(json.dumps(line) + "\n")
+        out.write(f"{begin}{json.dumps(line)}\n")
     return token
 
 

@@ -52,10 +52,15 @@ def test_old_versions_go_too(bucket):
     client, name, store = bucket
     shard = read_index(store, "notes").shards[0].key
     store.put(shard, store.get(shard))  # the same once more: a version that nobody sees
+    uploads = ("corpus/notes/000007.tar", "corpus/notes/x.bin")  # of a killed ingest, and another
+    for key in uploads:
+        client.create_multipart_upload(Bucket=name, Key=key)
     assert sum(SECRET.encode() in body for *_, body in versions(client, name)) == 2
     done = carry_out(store, {"notes": ["t3"]})
     assert done.removed == [shard]
     assert not done.kept
+    left = client.list_multipart_uploads(Bucket=name)["Uploads"]
+    assert [one["Key"] for one in left] == ["corpus/notes/x.bin"]
     assert not [key for key, _, body in versions(client, name) if SECRET.encode() in body]
     index = read_index(store, "notes")
     assert [index.key_of(n) for n in index.redacted] == ["t3"]

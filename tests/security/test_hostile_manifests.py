@@ -1,18 +1,22 @@
 """Manifests of strangers, all of whose hashes are right, before everything that removes objects."""
 
 import hashlib
+import io
 import json
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_pipeline.cache.cached_store import CacheConfig, CachedStore
 from data_pipeline.govern.collect import apply, propose
 from data_pipeline.govern.collect_plan import Plan, Retired
 from data_pipeline.govern.holds import put_hold
-from data_pipeline.govern.redact import carry_out, plan
+from data_pipeline.govern.redact import carry_out, held, plan, purge
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.index.erased import read_erased
 from data_pipeline.index.manifest import (
@@ -26,6 +30,7 @@ from data_pipeline.index.manifest import (
     write_index,
 )
 from data_pipeline.index.own_keys import check_form, first_shards, is_shard
+from data_pipeline.index.parts import index_parts
 from data_pipeline.ingest.ingest import ingest
 from data_pipeline.ingest.reindex import reindex
 from data_pipeline.ingest.samples import CrudeSample, Listed, TextSegment
@@ -36,6 +41,7 @@ from data_pipeline.sync.compare import compare
 from data_pipeline.sync.survey import OtherContent
 from data_pipeline.sync.sync import sync
 from data_pipeline.text import Tokenizer, train_ranks
+from launch.local.user_errors import user_message
 from tests.unit.data_pipeline.synced import objects_of
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -82,7 +88,7 @@ def put(store: FolderStore, folder: str, /, **changes: object) -> None:
     try:
         index = index_of(read_table(data), manifest, manifest["index_sha256"])
         manifest["content_hash"] = index.content_hash
-    except (KeyError, TypeError, ValueError):
+    except (IndexMismatch, KeyError, TypeError, ValueError):
         pass  # such a manifest has none
     store.put(manifest_key(folder), json.dumps(manifest).encode())
 
@@ -217,6 +223,59 @@ def test_nothing_is_removed_by_a_manifest_without_its_form(store, tmp_path, what
     assert not target.root.exists() or target.list() == []
 
 
+# Indices that do not have the form of one --------------------------------------------------------
+
+
+def column(name, values):
+    def change(table):
+        return table.set_column(table.column_names.index(name), name, values)
+
+    return change
+
+
+INDICES = {
+    "no checksums": (lambda table: table.drop_columns(["json_crc"]), "json_crc is missing"),
+    "no keys": (lambda table: table.drop_columns(["key"]), "key is missing"),
+    "texts": (column("json_offset", pa.array(["x", "y"])), "json_offset is of type string"),
+    "long numbers": (column("shard", pa.array([2**40] * 2)), "shard is of type int64"),
+    "no number": (column("json_offset", pa.array([0.5, float("nan")])), "is of type double"),
+    "no lists": (column("piece_kind", pa.array([1, 1], pa.int8())), "piece_kind is of type int8"),
+    "no offsets": (column("json_offset", pa.array([None] * 2, pa.int64())), "lacks values"),
+    "no key": (column("key", pa.array(["a", None], pa.string())), "key lacks values"),
+    "no list": (column("piece_kind", pa.array([None] * 2, pa.large_list(pa.int8()))), "lacks val"),
+    "an empty place in a list": (
+        column("piece_kind", pa.array([[1], [None]], pa.large_list(pa.int8()))), "lacks values",
+    ),
+    "no shard": (column("shard", pa.array([-1, 0], pa.int32())), "must be grouped and name one"),
+    "no Parquet": (None, "evil/index.parquet: no Parquet file that can be read"),
+    "a damaged footer": (None, "evil/index.parquet: no Parquet file that can be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", INDICES)
+def test_an_index_without_its_form_is_refused_in_one_line(store, tmp_path, what):
+    change, told = INDICES[what]
+    if change is None:
+        index = b"garbage" if what == "no Parquet" else b"PAR1" + b"\xff" * 99 + b"\x20\0\0\0PAR1"
+    else:
+        out = io.BytesIO()
+        pq.write_table(change(read_table(store.get(index_key("evil")))), out)
+        index = out.getvalue()
+    store.put(index_key("evil"), index)
+    put(store, "evil", index_sha256=hashlib.sha256(index).hexdigest())
+    before = objects_of(store)
+    for read in (
+        lambda: read_index(store, "evil"),
+        lambda: list(index_parts(store, "evil", tmp_path / "copy")),
+        lambda: carry_out(store, {"evil": ["evil-0"]}),
+        lambda: held(store, {"evil": ["evil-0"]}),
+    ):
+        with pytest.raises((IndexMismatch, ValueError), match=f"{told}|content_hash is") as caught:
+            read()
+        assert user_message(caught.value)
+    assert objects_of(store) == before
+
+
 # Manifests of the right form --------------------------------------------------------------------
 
 
@@ -269,6 +328,30 @@ def test_shards_of_others_are_not_replaced_on_its_word(store, planted):
     assert theirs(store) == before
     collect(store)
     assert {"victim/000000.tar", "victim/000001.tar", "raw/000000.tar"} <= {*store.list()}
+
+
+def test_no_other_hash_on_its_word_keeps_blocks_in_a_cache(store, tmp_path):
+    """It says that the shard which was replaced had other bytes: those are not in the cache."""
+    config = CacheConfig(folder=str(tmp_path / "cache"), disk_bytes=1 << 24, block_bytes=4096)
+    [before, _] = read_index(store, "other").shards
+    with CachedStore(FolderStore(store.root), config) as cache:
+        cache.register(before.key, before.size, before.sha256)
+        cache.get(before.key)
+    blocks = [file for file in (tmp_path / "cache").rglob("*") if b"other 0 other 0" in data(file)]
+    assert blocks
+    carry_out(store, {"other": ["other-0"]})
+    now = read_manifest(store, "other")["shards"][0]
+    replaced = [{"key": before.key, "size": 1, "sha256": "0" * 64, "by": now["key"]}]
+    about = {"made_as": "x", "samples": [0], "replaced": replaced}
+    for name in (index_key, manifest_key):
+        store.put(name("zzz"), store.get(name("evil")))  # the last by its name
+    put(store, "zzz", shards=[now], redacted=about)
+    assert purge(FolderStore(store.root), config) == 1
+    assert not [file for file in blocks if b"other 0 other 0" in data(file)]
+
+
+def data(file):
+    return file.read_bytes() if file.is_file() else b""
 
 
 def test_samples_of_others_are_not_redacted_on_its_word(store):

@@ -16,6 +16,7 @@ from data_pipeline.ingest.ingest import CrudeSample, RegionSegment, TextSegment,
 from data_pipeline.ingest.samples import Listed, VideoSegment
 from data_pipeline.inspect.verify import Checks, verify_source
 from data_pipeline.store.open import MemoryStore, MissingKey
+from data_pipeline.sync.sync import sync
 from data_pipeline.text import Tokenizer, train_ranks
 from tests.unit.data_pipeline.conftest import TRAINING_TEXT
 from tests.unit.data_pipeline.media import mp4, samples
@@ -76,6 +77,21 @@ def test_the_grown_source_is_sound_and_says_where_it_comes_from(grown, tokenizer
     assert found is not None
     assert (found["kind"], found["source"], found["parent"]) == ("append", "old", old.content_hash)
     assert found["input"] == {"file": "b\udce9"}
+
+
+def test_shards_of_a_grown_source_are_not_written_over(grown, tokenizer, given):
+    """By an ingest of the old name, where the old source is gone or was not copied with it."""
+    store, *_ = grown
+    target = MemoryStore("without-the-old")
+    sync(store, target, ["new"])
+    assert "old/manifest.json" not in target.list()
+    before = {key: target.get(key) for key in target.list()}
+    for stream in (given[5:], Listed(given[5:], {"file": "x"})):  # with and without a journal
+        with pytest.raises(ValueError, match=r"old: source 'new' has shards in .* old/000000\.tar"):
+            ingest(stream, target, "old", tokenizer, 20_000, category="caption")
+    assert {key: target.get(key) for key in target.list()} == before
+    target.put("old2/000000.tar", b"of an ingest that was killed")
+    ingest(given[5:], target, "old2", tokenizer, 20_000, category="caption")
 
 
 def test_it_can_grow_again(grown, tokenizer):

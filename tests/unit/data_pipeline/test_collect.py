@@ -482,6 +482,23 @@ def test_older_versions_of_what_is_no_source_s_stay():
     ]  # fmt: skip
 
 
+def test_uploads_of_other_programs_stay():
+    """Also those under keys that no store of ours can have: they would end the collection."""
+    left = [
+        Unfinished(key, "u1")
+        for key in ("a//x", "a/.ingest/000000.npz", "a/000007.tar", "a/raw/.part-0123", "a/x.bin")
+    ]
+
+    class Uploading(MemoryStore):
+        def unfinished(self, prefix=""):
+            return left
+
+    world = World()
+    world.source("a", 1)
+    [thing] = world.plan(Uploading(world.name)).things
+    assert [spot.key for spot in thing.spots] == ["a/.ingest/000000.npz", "a/000007.tar"]
+
+
 def test_an_unfinished_source_that_was_written_again_stays_whole():
     """Also those of its files that are as they were: somebody goes on with it."""
     for late in ("u/000001.tar", "u/000000.tar"):
@@ -639,6 +656,8 @@ def test_a_manifest_or_hold_that_cannot_be_read_ends_it_all():
             "does not have its form: name is",
         ),
         ("a/holds.json", b"[]", "as long as nobody knows what is held"),
+        ("a/holds.json", b'{"holds": {}}', "as long as nobody knows what is held"),
+        ("a/holds.json", b'{"holds": ""}', "as long as nobody knows what is held"),
     ):
         world = World()
         world.source("a", 1)

@@ -25,7 +25,7 @@ from data_pipeline.index.reads import (
     moved_shards,
     read_checked,
 )
-from data_pipeline.ingest.claim import Claim
+from data_pipeline.ingest.claim import Claim, NameTaken
 from data_pipeline.ingest.ingest import ingest
 from data_pipeline.ingest.reindex import reindex
 from data_pipeline.ingest.samples import CrudeSample, TextSegment
@@ -572,6 +572,48 @@ def test_a_shard_that_is_no_longer_what_was_replaced_stays(root):
     assert (kept, reason) == (key, f"{new}, which is to be in its place, is not there: restore it")
     store.put(new, redacted)
     assert carry_out(store, {}).removed == [key]
+
+
+def test_nobody_writes_in_a_folder_while_replaced_shards_are_removed(root):
+    """A temporary file there would be another writer's shard."""
+    store, _ = root
+    refused = []
+
+    class Late(FolderStore):
+        def remove_unfinished(self, folder):
+            with pytest.raises(NameTaken), Claim(store, folder):
+                pass
+            refused.append(folder)
+            super().remove_unfinished(folder)
+
+    assert carry_out(Late(store.root), {"other": ["o0"]}).removed
+    assert refused == ["other"]
+
+
+def test_replaced_shards_stay_while_somebody_else_writes(root, monkeypatch):
+    """In their folder, or a source that may come to name them; they go with the next redaction."""
+    store, _ = root
+    key = read_index(store, "other").shards[0].key
+    carry_out(Breaking(store, 3), {"other": ["o0"]})  # the removal is its fourth change
+    part = store.root / "other" / ".part-0123456789abcdef"
+    part.write_bytes(b"a shard of another writer")
+    with Claim(store, "other"):
+        [(kept, reason)] = carry_out(store, {}).kept
+    assert (kept, "is being written by another process" in reason) == (key, True)
+    assert part.exists()
+    request, enter = "late/.ingest/request.json", Claim.__enter__
+
+    def begun(claim):
+        store.put(request, b'{"append to": "abc"}')
+        return enter(claim)
+
+    monkeypatch.setattr(Claim, "__enter__", begun)
+    [(kept, reason)] = carry_out(store, {}).kept
+    assert (kept, "late: a source that may hold the shards of" in reason) == (key, True)
+    monkeypatch.undo()
+    store.delete(request)
+    assert carry_out(store, {}).removed == [key]
+    assert not part.exists()
 
 
 def test_a_damaged_shard_or_an_unfinished_source_is_refused(root):

@@ -375,12 +375,35 @@ def test_markers_of_folders_are_passed_over(monkeypatch):
     server.objects = {key: b"" for key in ("root/", "root/src/", "root/src/a", "root/src/sub/")}
     assert store.list() == ["src/a"]
     assert store.list("src/") == ["src/a"]
-    entry = "<Version><Key>root/src/{}</Key><VersionId>1</VersionId></Version>"
-    text = "".join(map(entry.format, ("", "a")))
-    server.odd = always(
-        (200, {}, f"<ListVersionsResult>{text}</ListVersionsResult>".encode()), "GET"
-    )
+    server.odd = always(versions(*map(deleted, ("root/src/", "root/src/a"))), "GET")
     assert [one.key for one in store.bygone()] == ["src/a"]
+
+
+# Versions ----------------------------------------------------------------------------------------
+
+
+def versions(*entries):
+    """A page of ListObjectVersions."""
+    return 200, {}, f"<ListVersionsResult>{''.join(entries)}</ListVersionsResult>".encode()
+
+
+def version(key, kind="Version", mark="1", newest=""):
+    latest = f"<IsLatest>{newest}</IsLatest>" if newest else ""
+    return f"<{kind}><Key>{key}</Key><VersionId>{mark}</VersionId>{latest}</{kind}>"
+
+
+def deleted(key):
+    """An old version under a marker of its deletion."""
+    return version(key, newest="false") + version(key, "DeleteMarker", "2", "true")
+
+
+def test_an_object_is_deleted_only_where_the_server_says_so(s3):
+    """Old versions of deleted objects are collected; those of a server without marks are not."""
+    store, server = s3
+    there = version("a", newest="true") + version("a", "DeleteMarker", "0", "false")
+    for entries in ((version("a"),), (there,), (version("a", newest="false"),)):
+        server.odd = always(versions(*entries, deleted("b")), "GET")
+        assert [(one.key, one.mark) for one in store.bygone()] == [("b", "1")]
 
 
 # Answers that are none ---------------------------------------------------------------------------
@@ -506,6 +529,72 @@ def test_a_page_that_is_asked_for_again_is_the_same_one(s3):
     pages = [listing(["a"], token="1"), PAGE, listing(["b"], token="2"), listing(["c"])]
     server.once(*pages)
     assert store.list() == ["a", "b", "c"]
+
+
+NAMELESS = {
+    "list": "<ListBucketResult><Contents><Size>1</Size></Contents></ListBucketResult>",
+    "list_folders": "<ListBucketResult><CommonPrefixes></CommonPrefixes></ListBucketResult>",
+    "bygone": "<ListVersionsResult><Version><Key>a</Key></Version></ListVersionsResult>",
+    "unfinished": "<ListMultipartUploadsResult><Upload><Key>a</Key></Upload>"
+    "</ListMultipartUploadsResult>",
+}
+
+
+@pytest.mark.parametrize("call", NAMELESS)
+def test_an_entry_of_a_listing_that_names_nothing_is_asked_for_again(s3, call):
+    store, server = s3
+    server.odd = always((200, {}, NAMELESS[call].encode()))
+    with pytest.raises(StoreUnavailable, match="of the listing has an entry without") as e:
+        getattr(store, call)()
+    assert exit_code(e.value) == 75
+
+
+@pytest.mark.parametrize("header", ["Content-Length", "Content-Range"])
+def test_a_number_of_thousands_of_digits_is_a_wrong_answer(s3, header):
+    store, server = s3
+    given = {"Content-Length": "9" * 5000, "Content-Range": "bytes 3-11/" + "9" * 5000}
+    server.once((206, {"ETag": etag_of(DATA), header: given[header]}, DATA[3:12]))
+    assert store.get("x", 3, 9) == DATA[3:12]
+    server.once((200, {"Content-Length": "9" * 5000}, listing([])[2]))
+    assert store.list() == ["x"]
+
+
+def removal(*errors):
+    """An answer to DeleteObjects with an error for each (key, code)."""
+    entries = (f"<Error><Key>{key}</Key><Code>{code}</Code></Error>" for key, code in errors)
+    return 200, {}, f"<DeleteResult>{''.join(entries)}</DeleteResult>".encode()
+
+
+def answering(answers):
+    """Answer requests for many removals so, one after the other; the bucket has no versions."""
+
+    def answer(asked):
+        if "versions" in asked.query:
+            return error(501, "NotImplemented")
+        return answers.pop(0) if "delete" in asked.query else None
+
+    return answer
+
+
+def test_an_object_that_could_not_be_removed_for_a_moment_is_removed(s3):
+    """An answer 200 to DeleteObjects holds passing errors for some of its objects, too."""
+    store, server = s3
+    server.objects |= {"y": b"1", "z": b"2"}
+    server.odd = answering([removal(("x", "InternalError"), ("y", "AccessDenied"))])
+    assert store.discard(["x", "y"]) == [("y", "AccessDenied")]
+    assert "x" not in server.objects
+    server.odd = answering([removal(("z", "SlowDown")), *[removal()] * 9])
+    odd = server.odd
+    server.odd = lambda asked: error(503, "SlowDown") if asked.method == "DELETE" else odd(asked)
+    with pytest.raises(StoreUnavailable):
+        store.discard(["z"])
+
+
+@pytest.mark.parametrize("odd", [("other", "AccessDenied"), ("", "AccessDenied")])
+def test_an_answer_about_other_removals_is_not_taken(s3, odd):
+    store, server = s3
+    server.odd = answering([removal(odd), removal()])
+    assert store.discard(["x"]) == []
 
 
 def test_keys_of_another_listing_are_not_taken(s3):

@@ -15,7 +15,12 @@ from data_pipeline.ingest.reindex import reindex
 from data_pipeline.ingest.samples import CrudeSample, TextSegment
 from data_pipeline.plan.once import once
 from data_pipeline.plan.planner import DataUsedUp, Planner
-from data_pipeline.plan.tombstones import recorded_tombstones, tombstones_of
+from data_pipeline.plan.tombstones import (
+    Entry,
+    parse_entries,
+    recorded_tombstones,
+    tombstones_of,
+)
 from data_pipeline.store.open import FolderStore
 from data_pipeline.text import Tokenizer, train_ranks
 from data_pipeline.workers.workers import Workers
@@ -334,6 +339,13 @@ def test_a_list_that_other_runs_share_is_taken(texts, tmp_path):
     assert found(mine, ("wep", "web4", 1), config=heldout, indices=indices[:1]).passed_over
     with pytest.raises(ValueError, match="did you mean 'web'"):  # where held-out sources are read
         found(mine, ("wep", "web4", 1), config=heldout, indices=web)
+
+
+def test_a_line_of_a_list_ends_where_a_line_of_json_does():
+    entry = {"source": "web", "key": "x", "from_step": 3, "request": "by \u2028 post\x85"}
+    line = json.dumps(entry, ensure_ascii=False)
+    found = parse_entries("list", f"{line}\r\n\n{line}")
+    assert found == [(1, Entry("web", "x", 3)), (3, Entry("web", "x", 3))]
 
 
 @pytest.mark.parametrize(

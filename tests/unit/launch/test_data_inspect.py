@@ -23,7 +23,7 @@ from data_pipeline.text import Tokenizer
 from kimi_pretrain.config import load_config
 from kimi_pretrain.reliability.anomaly_guard import Verdict, anomaly
 from kimi_pretrain.tools.held_out import Example, read_examples, swap_images
-from launch.cli.data_show import show_rows
+from launch.cli.data_show import find_anomaly, show_rows
 from launch.cli.main import app
 from launch.pages import tokens
 from launch.pages.pictures import unpatchify
@@ -483,6 +483,17 @@ def test_rows_of_an_anomaly_are_those_that_the_run_had(corpus, tmp_path):
     assert "it has steps 1, 3" in run(*other, "--step", 2, code=2).stderr
     assert "give the run's own config.yaml" in run(*other, "data.rows_per_step=32", code=2).stderr
     assert "--anomaly needs --config" in run("show", corpus, *shown, code=2).stderr
+
+
+def test_a_torn_anomaly_is_none_and_a_damaged_one_is_told(tmp_path):
+    """The run was killed while it wrote it."""
+    file = tmp_path / "anomalies.jsonl"
+    file.write_text('{"step": 3}\n{"step": 4, "ki')
+    assert find_anomaly(file, None) == {"step": 3}
+    for line in ("{", "3", "[]", "{}"):
+        file.write_text(f'{{"step": 3}}\n{line}\n')
+        with pytest.raises(ValueError, match=r"anomalies\.jsonl: expected the anomalies of a run"):
+            find_anomaly(file, 3)
 
 
 # Pieces of pages --------------------------------------------------------------------------------

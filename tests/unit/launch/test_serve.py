@@ -1151,6 +1151,16 @@ def test_a_file_of_tokens_that_is_none(tmp_path, text, words):
         read_tokens(file)
 
 
+def test_a_token_is_added_to_a_file_whose_last_line_has_no_end(tmp_path):
+    """As an editor may leave it: the two would be one line, and the file no file of tokens."""
+    file = tmp_path / "tokens"
+    for name in ("ann", "bob", "eve"):
+        token = add_token(file, name, Role.VIEWER)
+        assert read_tokens(file)[digest(token)] == Person(name, Role.VIEWER)
+        file.write_text(file.read_text().rstrip("\n"))
+    assert len(file.read_text().splitlines()) == 3
+
+
 def test_a_file_of_tokens_that_somebody_else_could_have_written(tmp_path, monkeypatch):
     folder = tmp_path / "own"
     folder.mkdir(0o755)

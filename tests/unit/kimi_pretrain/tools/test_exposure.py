@@ -18,6 +18,7 @@ from data_pipeline.index.manifest import (
     RUN_MIXTURES,
     RUN_SOURCES,
     RUN_TOMBSTONES,
+    IndexMismatch,
     read_index,
 )
 from data_pipeline.ingest.reindex import reindex
@@ -30,6 +31,7 @@ from data_pipeline.text import Tokenizer
 from kimi_pretrain.checkpoint.manifest import INDEX, MANIFEST, Fingerprint, RunState, manifest_of
 from kimi_pretrain.config import dump_config, load_config
 from kimi_pretrain.reliability.anomaly_guard import sample_names
+from kimi_pretrain.reliability.status import Status, write_status
 from kimi_pretrain.telemetry.run_dir import note_beginning
 from kimi_pretrain.tools.exposure import exposure, known_names, replay
 from launch.cli.data_show import read_rows, show_rows
@@ -298,6 +300,77 @@ def test_parts_epochs_and_held_out_sources_are_told(data_root, tmp_path):
     rmtree(tmp_path / "corpus" / "pictures_heldout")
     found = exposure(tmp_path, {"words": ["w0001"]})
     assert (found.heldout, found.untold) == ([], ["pictures_heldout"])
+
+
+def test_steps_that_metrics_do_not_know_count(made, tmp_path):
+    """The disk was full, or the file is lost: status.json and checkpoints are further."""
+    run, wanted = copytree(made.run, tmp_path / "run"), {"words": ["w0001", "w0003"]}
+    all_of_it = exposure(run, wanted)
+    assert all_of_it.uses
+    (run / "metrics.jsonl").unlink()
+    write_status(run, Status("running", STEPS))
+    assert replace(exposure(run, wanted), first=1) == all_of_it
+    rmtree(run / "checkpoints")
+    assert replace(exposure(run, wanted), first=1) == all_of_it
+    # A run that did no step of its own says how far the run was that it goes on from.
+    write_status(run, Status("running", 60))
+    note_beginning(run, {"step": 60}, "other")
+    assert (exposure(run, wanted).last, exposure(run, wanted).uses) == (0, [])
+
+
+def test_a_validation_before_the_first_step_is_told(made, data_root, tmp_path):
+    """The run saw held-out sources, and did no step."""
+    run = copytree(made.run, tmp_path / "run")
+    rmtree(run / "checkpoints")
+    (run / "metrics.jsonl").unlink()
+    held_out = read_index(FolderStore(made.root), "words_heldout")
+    sources = run_sources(made.config.data, made.indices, [held_out])
+    (run / RUN_SOURCES).write_text(json.dumps(sources))
+    wanted = {"words_heldout": [held_out.key_of(0)]}
+    assert exposure(run, wanted).heldout == []
+    (run / "heldout.jsonl").write_text('{"step": 0}\n')
+    found = exposure(run, wanted)
+    assert (found.heldout, found.last, found.uses) == (["words_heldout"], 0, [])
+
+
+def test_a_torn_line_of_the_quarantine_is_none_and_an_odd_one_is_told(made, tmp_path):
+    run, wanted = copytree(made.run, tmp_path / "run"), {"words": ["w0001"]}
+    file, found = run / "quarantine.jsonl", exposure(made.run, wanted)
+    text = file.read_text()
+    file.write_text(text + '{"step": 200, "sou')
+    assert replace(exposure(run, wanted), run=found.run) == found
+    odd = {"step": 3, "source": "words", "key": "w0001"}
+    for line in ("{", "[]", *(json.dumps(odd | one) for one in ({"source": "x"}, {"key": "x"}))):
+        file.write_text(f"{text}{line}\n")
+        with pytest.raises(ValueError, match=r"quarantine\.jsonl, line 2: .* is no sample"):
+            exposure(run, wanted)
+
+
+@pytest.mark.parametrize("text", ["{", "3", '[{"name": "words"}]'])
+def test_a_damaged_list_of_sources_is_told(made, tmp_path, text):
+    run = copytree(made.run, tmp_path / "run")
+    (run / RUN_SOURCES).write_text(text)
+    with pytest.raises(ValueError, match=r"sources\.json: expected what a run writes"):
+        exposure(run, {"words": ["w0001"]})
+
+
+def test_a_held_out_source_is_not_believed_to_be_what_it_was(data_root, tmp_path):
+    """Its manifest says so (`made_as`), and holds other data."""
+    root, run = copytree(data_root, tmp_path / "corpus"), tmp_path / "run"
+    keys = (f"data.root={root}", "data.sources={words: 1}", "data.vision_token_ratio=null")
+    config, store = load_config("tiny_cpu", [*SMALL, *ONE, *keys]), FolderStore(root)
+    indices = [read_index(store, name) for name in ("words", "words_heldout")]
+    run.mkdir()
+    (run / "config.yaml").write_text(dump_config(config))
+    (run / RUN_SOURCES).write_text(json.dumps(run_sources(config.data, indices[:1], indices[1:])))
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert exposure(run, {"words": ["w0001"]}).untold == []
+    manifest = json.loads((root / "pictures_heldout" / "manifest.json").read_text())
+    manifest["redacted"] = {"made_as": indices[1].content_hash, "samples": [], "replaced": []}
+    copytree(root / "pictures_heldout", root / "words_heldout", dirs_exist_ok=True)
+    (root / "words_heldout" / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(IndexMismatch, match=r"words_heldout: redacted\.made_as is"):
+        exposure(run, {"words": ["w0001"]})
 
 
 def test_of_a_source_that_is_gone_nothing_is_told(made, tmp_path):
