@@ -28,6 +28,6 @@ class GuardConfig(Section):
     """Number of consecutive skipped steps that stops the run.
     [steps; kimi_pretrain/reliability/anomaly_guard.py]"""
     replicas_every: int | None = Field(default=1, gt=0)
-    """Steps between replica checks; each compares a few tensors across ranks, in rotation. null
-    checks only at the start.
+    """Steps between replica checks; each compares a few tensors across ranks, in rotation; null:
+    only at the start.
     [steps; kimi_pretrain/run.py]"""
