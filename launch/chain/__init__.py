@@ -1,1 +1,1 @@
-"""A chain: the stages of a pre-training in one file, each a run that goes on from others."""
+"""Chains: a file that lists the stages of a pre-training, which are runs that use earlier runs."""
