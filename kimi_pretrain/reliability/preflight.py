@@ -180,7 +180,7 @@ def read_sources(
 
 
 def _check_pairs(config: Config, store: Store, indices: Sequence[SourceIndex]) -> None:
-    """Refuse the SigLIP objective if its tokenizer or a sample with exactly one item is missing."""
+    """Refuse the SigLIP objective without its tokenizer, or if no sample has exactly one item."""
     if config.train.siglip is None:
         return
     TextTokenizer.open(config.train.siglip, config.data, store)

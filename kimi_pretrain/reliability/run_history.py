@@ -243,7 +243,7 @@ def last_own_step(place: Place, found: Checkpoint) -> int:
 
 
 def check_way_back(place: Place, step: int) -> None:
-    """Refuse to resume before checkpoints that cannot be renamed, as in an object store.
+    """Refuse to abandon later checkpoints that cannot be renamed, as in an object store.
 
     In a folder, checkpoints of the other lineage are renamed; in a store the new lineage would
     overwrite them. `step` is the newest step of this lineage; see `last_own_step`.

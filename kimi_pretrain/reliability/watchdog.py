@@ -67,7 +67,7 @@ SCHEDULERS_S = 60.0  # the same if a scheduler asks and steps may be lost
 WORKERS_S = 30.0  # minimum if loader processes fetch the step: their store traffic is not visible
 WAIT_FOR_DATA = "1 wait for data"
 _READERS = 32  # concurrent reads: each takes about a millisecond on a shared file system
-NAMED = 8  # ranks that a message lists
+NAMED = 8  # most ranks that a message lists
 
 
 def backstop(seconds: float) -> float:
@@ -131,7 +131,7 @@ class Watchdog:
         self.run_dir, self.rank, self.world_size, self.seconds = run_dir, rank, world_size, seconds
         self._leave, self._reads, self._stop = leave, reads_reports(rank, world_size), stop
         self._workers = workers
-        self._step, self._place = 0, (0, 0, "start")  # moves so far, step, phase
+        self._step, self._place = 0, (0, 0, "start")  # number of phase changes, step, phase
         self._main = threading.main_thread().ident
         self._tick = min(1.0, seconds / 20)
         self._end = threading.Event()

@@ -17,7 +17,7 @@ from torch import Tensor
 from kimi_pretrain.verify.result import Comparison, relative_error
 
 _LAYER = r"language_model\.model\.layers\.\d+\."
-# The first pattern that matches the whole name wins; the order is that of the table.
+# The first pattern that matches the whole name wins; the printed table has the same order.
 _GROUPS = {
     "vision patch embedding": r"vision_tower\.patch_embed\.proj\..+",
     "vision position table": r"vision_tower\.patch_embed\.pos_emb\..+",

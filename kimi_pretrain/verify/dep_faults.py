@@ -30,7 +30,7 @@ _fault = partial(register, FAULTS)
 def _next_best(
     scores_TE: Tensor, k: int, groups: Any, take: Any, topk: TopK
 ) -> tuple[Tensor, Tensor]:
-    """Choose experts as the router does, but replace the last choice of one token in 16."""
+    """Choose as the router does; one token in 16 takes the next best expert as its last."""
     chosen_TK = topk(scores_TE, k, groups, take)[1].clone()
     chosen_TK[::16] = scores_TE[::16].topk(k + 1, dim=1).indices[:, [*range(k - 1), k]]
     return scores_TE.gather(1, chosen_TK), chosen_TK

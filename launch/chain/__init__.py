@@ -1,1 +1,1 @@
-"""Chains: a file that lists the stages of a pre-training, which are runs that use earlier runs."""
+"""Chains: several pre-training stages in one file; each is a run that can use earlier stages."""

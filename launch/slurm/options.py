@@ -22,8 +22,8 @@ class SlurmOptions:
         time: time limit, "days-hours:minutes:seconds".
         partition, account: names on the cluster; None for its default.
         save_seconds: upper bound of a step plus a save, in seconds. The signal is requested this
-            long and a minute before the limit. Ranks that are still running shortly before the end
-            of this time are ended (`stop_seconds`).
+            time plus a minute before the limit. Ranks that are still running shortly before the
+            end of this time are ended (`stop_seconds`).
         requeue: requeue the job after the time limit, pre-emption and failures.
         max_restarts: consecutive failures without a newer checkpoint that are retried; pre-emption
             and lost nodes do not count.
