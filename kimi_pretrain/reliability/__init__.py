@@ -1,1 +1,1 @@
-"""What keeps a long run alive: preflight checks, anomaly guard, watchdog, locks, history."""
+"""Keeps long runs alive: preflight checks, anomaly guard, watchdog, run locks, run history."""

@@ -1,18 +1,18 @@
-"""The anomaly guard: what to do with a step that is not finite or a spike, before its update.
+"""Anomaly guard: decides before the update about steps that are not finite or that spike.
 
     loss, grad_norm  ->  verdict  ->  an update or none  ->  a line in anomalies.jsonl, or the end
 
-A step is "nonfinite" when its loss or its gradient's norm is not a finite number, or when the
-gradient, as it goes into the optimizer, is above LARGEST_NORM: squares and sums of it would not be
-finite in the optimizer's float32, which never recovers from that. It is a "spike"
-when its loss is above `guard.spike_ratio` times the median of the last `guard.spike_window` losses;
-before that many losses have been seen nothing is a spike. Both numbers are sums over all ranks,
-equal on each, so all ranks decide alike without communication. The losses are those of applied
-steps: a spike that was skipped does not move the median, one that was only recorded does. They are
-saved in checkpoints, and a resumed run decides as an uninterrupted one.
+A step is "nonfinite" if its loss or gradient norm is not finite, or if the gradient that enters the
+optimizer is above LARGEST_NORM: its squares and their sums would overflow in the optimizer's
+float32, which never recovers from that. A step is a "spike" if its loss is above
+`guard.spike_ratio` times the median of the last `guard.spike_window` losses; until that many losses
+exist, no step is a spike. Both numbers are sums over all ranks and equal on each rank, so all ranks
+decide alike without communication. The median covers the losses of applied steps: a skipped spike
+does not move it, a recorded spike does. Checkpoints store these losses, so a resumed run decides as
+an uninterrupted one.
 
 A skipped step changes nothing: neither weights nor momentum nor routing biases, and the schedule
-stays where it is. Its data is not trained on again.
+does not advance. Its data is not used again.
 """
 
 import math
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from data_pipeline.plan.step_plan import GlobalPlan
     from kimi_pretrain.reliability.config import GuardConfig
 
-# AdamW's average of squares overflows from 1.8e19 on and then stands still for good; Muon squares
-# sums of up to 1 / (1 - momentum) gradients. Nothing that trains comes near.
+# AdamW's second moment overflows from 1.8e19 on and never recovers; Muon squares sums of up to
+# 1 / (1 - momentum) gradients. Healthy training stays far below this limit.
 LARGEST_NORM = 1e16
 
 Kind = Literal["nonfinite", "spike"]
@@ -36,16 +36,16 @@ Action = Literal["update", "record", "skip", "stop"]
 
 
 class AnomalyError(ValueError):
-    """The guard ends the run (`guard` in the configuration); says at which step and what to do."""
+    """The guard ends the run (`guard` in the config); the message names the step and the remedy."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is to be done with a step.
+    """Decision about a step.
 
     Attributes:
-        kind: what is wrong with it; None if nothing is.
-        action: "update" a good step; "record" updates as well; "skip" and "stop" do not.
+        kind: kind of anomaly, or None.
+        action: "update" for a good step; "record" updates as well; "skip" and "stop" do not.
     """
 
     kind: Kind | None = None
@@ -53,16 +53,16 @@ class Verdict:
 
     @property
     def applies(self) -> bool:
-        """Whether the step updates the model."""
+        """True if the step updates the model."""
         return self.action in ("update", "record")
 
 
 def judge(config: "GuardConfig", losses: Sequence[float], loss: float, norm: float) -> Verdict:
-    """Return what is to be done with a step of this loss and clipped gradient norm.
+    """Return the verdict on a step with this loss and clipped gradient norm.
 
-    `losses` are those of the last `spike_window` applied steps before it, oldest first.
+    `losses` holds the losses of the last `spike_window` applied steps, oldest first.
     """
-    if not (math.isfinite(loss) and norm <= LARGEST_NORM):  # nor is it where the norm is no number
+    if not (math.isfinite(loss) and norm <= LARGEST_NORM):  # a NaN norm fails the comparison
         return Verdict("nonfinite", config.nonfinite)
     seen = len(losses) >= config.spike_window
     if config.spike_ratio is not None and seen:
@@ -73,7 +73,7 @@ def judge(config: "GuardConfig", losses: Sequence[float], loss: float, norm: flo
 
 
 class Guard:
-    """Judges every step; keeps the losses and the number of steps skipped in a row."""
+    """Judges every step; keeps the recent losses and the number of consecutive skipped steps."""
 
     def __init__(self, config: "GuardConfig"):
         self.config = config
@@ -82,7 +82,7 @@ class Guard:
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """The last `spike_window` losses of applied steps; none where no spikes are looked for."""
+        """The last `spike_window` losses of applied steps; empty if the spike check is off."""
         return tuple(self._losses)
 
     def judge(self, loss: float, norm: float) -> Verdict:
@@ -90,7 +90,7 @@ class Guard:
         verdict = judge(self.config, self.losses, loss, norm)
         if verdict.applies:
             self.skips_in_row = 0
-            # A step without any token to learn has no loss.
+            # A step without trainable tokens has no loss.
             if self.config.spike_ratio is not None and loss > 0:
                 self._losses.append(loss)
         else:
@@ -98,15 +98,15 @@ class Guard:
         return verdict
 
     def resume(self, losses: Sequence[float], skips_in_row: int) -> None:
-        """Restore the state of a checkpoint."""
+        """Restore the state from a checkpoint."""
         self._losses = deque(losses, maxlen=self.config.spike_window)
         self.skips_in_row = skips_in_row
 
     def check(self, step: int, verdict: Verdict, loss: float, norm: float) -> None:
-        """Raise if the configuration ends the run here; on all ranks alike.
+        """Raise if the config ends the run at this step; all ranks raise alike.
 
         Raises:
-            AnomalyError: the step asks for it, or too many were skipped in a row.
+            AnomalyError: the action is "stop", or too many consecutive steps were skipped.
         """
         what = f"step {step} is not applied: loss {loss:g}, gradient norm {norm:g} ({verdict.kind})"
         where = "its samples are in anomalies.jsonl; `kimi-pretrain data show --anomaly` shows them"
@@ -133,13 +133,13 @@ def anomaly(
     indices: "Sequence[SourceIndex]",
     state: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the line of anomalies.jsonl; numbers that are not finite are null there.
+    """Return the record for anomalies.jsonl, with null for numbers that are not finite.
 
     Args:
         step: counted from 1, as in metrics.jsonl.
-        indices: of the sources, in the planner's order.
-        state: of the loader before the step: `data show` opens the same rows by it, whatever was
-            put into quarantine since.
+        indices: indices of the sources, in the data planner's order.
+        state: state of the loader before the step. `data show` uses it to open the same rows, even
+            if samples were quarantined since.
     """
     return {
         "step": step,
@@ -153,7 +153,7 @@ def anomaly(
 
 
 def sample_names(plan: "GlobalPlan", indices: "Sequence[SourceIndex]") -> list[list[str]]:
-    """Return [source, key] of every sample of a step, in the order of its rows."""
+    """Return [source, key] of every sample of a step, in row order."""
     samples = plan.samples
     return [
         [indices[source].name, indices[source].key_of(index)]
@@ -162,7 +162,7 @@ def sample_names(plan: "GlobalPlan", indices: "Sequence[SourceIndex]") -> list[l
 
 
 def finite(value: Any) -> Any:
-    """Return a value of JSON with null for every number that is not finite, which JSON lacks."""
+    """Replace every number that is not finite by None (null), because JSON cannot hold it."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The `guard` section: what happens to steps that would harm the model."""
+"""The `guard` section: handling of steps that would harm the model."""
 
 from typing import Literal
 
@@ -8,26 +8,26 @@ from typed_config.section import Section
 
 
 class GuardConfig(Section):
-    """What happens to steps that would harm the model.
+    """Handling of steps that would harm the model.
 
-    The samples of every such step are written down.
+    The samples of every such step are recorded in anomalies.jsonl.
     """
 
     nonfinite: Literal["skip", "stop"] = "skip"
-    """A step with a loss or gradient that is not finite is skipped (no update), or the run stops.
+    """Action on a step whose loss or gradient is not finite: skip its update, or stop the run.
     [-; kimi_pretrain/reliability/anomaly_guard.py]"""
     spike: Literal["record", "skip", "stop"] = "record"
-    """The same for a spike of the loss; record updates all the same.
+    """Action on a loss spike: record it and update anyway, skip the update, or stop the run.
     [-; kimi_pretrain/reliability/anomaly_guard.py]"""
     spike_ratio: float | None = Field(default=None, gt=1)
-    """A spike is a loss above this times the median of the last losses; null looks for none.
+    """A loss above this multiple of the median of recent losses is a spike; null: no check.
     [-; kimi_pretrain/reliability/anomaly_guard.py]"""
     spike_window: int = Field(default=64, gt=0)
-    """How many losses that median is of. [steps; kimi_pretrain/reliability/anomaly_guard.py]"""
+    """Recent losses in that median. [steps; kimi_pretrain/reliability/anomaly_guard.py]"""
     skips_in_row: int = Field(default=10, gt=0)
-    """After so many skipped steps in a row the run stops.
+    """Number of consecutive skipped steps that stops the run.
     [steps; kimi_pretrain/reliability/anomaly_guard.py]"""
     replicas_every: int | None = Field(default=1, gt=0)
-    """Steps between comparisons of the ranks' copies of some tensors, in turn; null: at the start
-    alone.
+    """Steps between replica checks; each compares a few tensors across ranks, in rotation; null:
+    only at the start.
     [steps; kimi_pretrain/run.py]"""

@@ -1,15 +1,15 @@
-"""Exit reports: the one line that a failed rank writes, and that the user is shown.
+"""Exit reports: one line from each failed rank, shown to the user.
 
-    logs/error_rank_3.txt       the line, then the exit code that goes with it and the start
-    logs/held_rank_3.txt        the start, then stacks of a process that could run no more Python
+    logs/error_rank_3.txt       the message, then the exit code and the id of the start
+    logs/held_rank_3.txt        the id of the start, then the stacks of a process stuck in C code
 
 The supervisor (`launch.local.supervise`, or a batch script) shows the line of the first rank that
-failed and ends with its code, because torchrun reports neither. It reads reports of its own start
-alone, and only the start that holds the run folder writes there; any other writes into the private
-folder of its supervisor (`kimi_pretrain.reliability.start_identity`).
+failed and exits with its code, because torchrun reports neither. It reads only reports of its own
+start. Only the start that holds the run folder writes there; any other start writes into the
+private folder of its supervisor (`kimi_pretrain.reliability.start_identity`).
 
-Exit codes: 2: user error; a retry fails again. 75 (EX_TEMPFAIL of sysexits.h): no progress. Any
-other (1): a fault, worth a restart.
+Exit code 2 is a user error, which a retry cannot fix. Code 75 (EX_TEMPFAIL of sysexits.h) means no
+progress. Any other code (usually 1) is a fault that is worth a restart.
 """
 
 import os
@@ -32,21 +32,22 @@ STALLS = "logs/stalled_rank_*.json"
 
 
 class StepFault(RuntimeError):
-    """A bug that a step ran into; the message names the error."""
+    """A bug that surfaced inside a training step; the message names the original error."""
 
 
 def is_foreign(error: BaseException) -> bool:
-    """Whether an error is a plain ValueError: of a class that is not this project's."""
+    """Return True for a ValueError whose class is defined outside this project."""
     ours = type(error).__module__.partition(".")[0] in ROOMS
     return isinstance(error, ValueError) and not ours
 
 
 @contextmanager
 def step_faults() -> Iterator[None]:
-    """Turn a plain ValueError into a `StepFault`.
+    """Turn a foreign ValueError into a `StepFault`.
 
-    Before the first step such an error is a check that refuses a value of the user's. In a step it
-    is a bug, ours or a library's: it keeps its traceback, and a restart may help.
+    Before the first step, a ValueError is a check that refuses a user's setting. Inside a step it
+    is
+    a bug in this project or in a library: it keeps its traceback, and a restart may help.
     """
     try:
         yield
@@ -58,24 +59,24 @@ def step_faults() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ExitReport:
-    """Why a rank ended: one line, and the exit code of its process."""
+    """The reason a rank ended: a one-line message and the exit code of its process."""
 
     message: str
     code: int = USER_ERROR
 
 
 def error_file(run_dir: Path, rank: int) -> Path:
-    """Return the file of a rank's exit report."""
+    """Return the path of a rank's exit report."""
     return run_dir / "logs" / f"error_rank_{rank}.txt"
 
 
 def held_file(run_dir: Path, rank: int) -> Path:
-    """Return the file into which a C thread writes the stacks of a rank that runs no Python."""
+    """Return the path to which a C thread writes the stacks of a rank that is stuck in C code."""
     return run_dir / "logs" / f"held_rank_{rank}.txt"
 
 
 def open_held(base: Path, rank: int) -> int:
-    """Open that file below a run folder, or a private one; it holds no stacks unless held."""
+    """Open the held file of a rank and write the start id; stacks follow only if the rank hangs."""
     file = held_file(base, rank)
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
@@ -84,8 +85,8 @@ def open_held(base: Path, rank: int) -> int:
 
 
 def _told_of(file: Path, dump: str) -> str:
-    """Return one line from what faulthandler wrote about a held process."""
-    *_, main = dump.split("(most recent call first):")  # the main thread comes last
+    """Summarize faulthandler's stack dump of a held process in one line."""
+    *_, main = dump.split("(most recent call first):")  # faulthandler prints the main thread last
     frames = re.findall(r'File "(.*)", line (\d+) in (.*)', main)
     at = where([(path, int(number), name) for path, number, name in frames])
     rank = file.stem.removeprefix("held_rank_")
@@ -96,7 +97,7 @@ def _told_of(file: Path, dump: str) -> str:
 
 
 def write_exit_report(run_dir: Path, rank: int, report: ExitReport) -> None:
-    """Write a rank's exit report where its start may write; else stderr alone has the message."""
+    """Write a rank's exit report if its start may write one; otherwise only stderr has it."""
     with suppress(OSError):
         base = report_base(run_dir, LOCK_WAIT_S if rank else 0.0)
         if base is not None:
@@ -107,20 +108,20 @@ def write_exit_report(run_dir: Path, rank: int, report: ExitReport) -> None:
 
 
 def remove_private_report(rank: int) -> None:
-    """Remove this rank's report to its supervisor of an earlier attempt."""
+    """Remove the report that an earlier attempt of this rank left in its supervisor's folder."""
     if private := os.environ.get(REPORTS):
         error_file(Path(private), rank).unlink(missing_ok=True)
 
 
 def remove_exit_reports(base: Path) -> None:
-    """Remove what all ranks left of an earlier start or attempt. Call it under the lock."""
+    """Remove all ranks' reports of earlier starts or attempts. Call this under the lock."""
     for words in (WORDS, HELD, STALLS):
         for file in base.glob(words):
             file.unlink(missing_ok=True)
 
 
 def report_files(base: Path) -> dict[Path, tuple[int, int]]:
-    """Return the reports that are there, each with what tells one from a later one."""
+    """Return the existing report files, each with (inode, mtime) to detect replacement."""
     found = {}
     for words in (WORDS, HELD):
         for file in base.glob(words):
@@ -136,15 +137,15 @@ def first_exit_report(
     """Return the report of the rank that failed first; None if there is none.
 
     Args:
-        bases: run folder, and the private one of the supervisor.
-        start: only reports of this start; None: of any.
-        known: reports of `report_files` that were there before, and do not count.
+        bases: the run folder, and the private folder of the supervisor.
+        start: id of the start whose reports count; None accepts any start.
+        known: (inode, mtime) stamps from `report_files` of earlier reports, which are ignored.
     """
     found: list[tuple[int, ExitReport]] = []
     for file, stamp in ((f, s) for base in bases for f, s in report_files(base).items()):
         try:
             text = file.read_text(errors="replace")
-        except FileNotFoundError:  # a rank that starts again has just removed it
+        except FileNotFoundError:  # a restarting rank has just removed it
             continue
         report, of = _parse_held(file, text) if file.match(HELD) else _parse(text)
         if report is not None and stamp not in known and start in (None, of):
@@ -153,7 +154,7 @@ def first_exit_report(
 
 
 def _parse(text: str) -> tuple[ExitReport, str | None]:
-    """Return a report and the start that wrote it, None in one written by hand."""
+    """Return a report and the id of its start; the id is None in a report written by hand."""
     message, _, rest = text.partition("\n")
     match = re.fullmatch(r"exit code (\d+)(?:, start (\S+))?\n?", rest)
     if match is None:
@@ -162,7 +163,7 @@ def _parse(text: str) -> tuple[ExitReport, str | None]:
 
 
 def _parse_held(file: Path, text: str) -> tuple[ExitReport | None, str | None]:
-    """Return the same of stacks; no report where there are none."""
+    """Return the report and start id of a held file; the report is None if it has no stacks."""
     start, _, dump = text.partition("\n")
     report = ExitReport(_told_of(file, dump), NO_PROGRESS) if dump else None
     return report, start.removeprefix("start ")

@@ -1,7 +1,7 @@
-"""Preflight checks: what is refused, or warned of, before any process of a run is started.
+"""Preflight checks: refuse or warn about a run before any of its processes starts.
 
-`check_start` is called by everything that starts processes, on this machine or another: it reports
-all problems that the configuration and the indices decide. Nothing here loads torch.
+Every launcher, local or remote, calls `check_start`. It reports all problems that the config and
+the indices reveal. Importing this module does not load torch.
 """
 
 import logging
@@ -42,10 +42,10 @@ log = logging.getLogger("kimi_pretrain.reliability.preflight")
 
 @dataclass(frozen=True)
 class Checked:
-    """What was found sound: indices as in `data.source_names`, and the plans of the first steps.
+    """Result of a successful check: indices as in `data.source_names`, plans of the first steps.
 
-    `notices`: samples that are chosen or do not fit, by source; where a budget ends the run.
-    `end_state`: returns the loader's state in which the run will end, or one shortly before.
+    `notices` lists, by source, samples that are selected or do not fit, and where a budget ends the
+    run. `end_state` returns the loader state at the end of the run, or shortly before it.
     """
 
     tokenizer: Tokenizer
@@ -65,25 +65,26 @@ def check_start(
     goes_on: State | None = None,
     to_come: Mapping[str, Callable[[], State]] | None = None,
 ) -> Checked:
-    """Check that a run can start and take its first steps.
+    """Check that a run can start and run its first steps.
 
-    Reads the tokenizer, the indices and what lies at `checkpoint.place`, builds nothing and writes
-    nothing.
+    Reads the tokenizer, the indices and the listing of `checkpoint.place`. Builds no model and
+    writes nothing.
 
     Args:
-        config: of the run.
-        steps: to plan, from the first; 0 for a run that goes on from a checkpoint.
-        patience: most seconds to wait for a store that does not answer; None: `data.patience`.
-        data_alone: for who shows by itself what is too large, and saves nothing.
-        ranks_here: how many ranks this machine is to run; None: none of this run.
-        goes_on: the loader's state in the checkpoint that a resumed run goes on from.
-        to_come: run folder -> that in which its run will end, of runs that have not finished:
-            what comes before the folder's newest checkpoint for train.start_optimizer=keep.
+        config: config of the run.
+        steps: number of steps to plan, from the first step; 0 for a run that resumes.
+        patience: longest wait in seconds for a store that does not answer; None: `data.patience`.
+        data_alone: check only the tokenizer and the sources; for callers that save nothing and
+            report oversized samples themselves.
+        ranks_here: number of ranks on this machine; None if it runs no ranks.
+        goes_on: loader state in the checkpoint that a resumed run starts from.
+        to_come: maps the folder of an unfinished run to a function that returns the state in which
+            it will end. It replaces the folder's newest checkpoint for train.start_optimizer=keep.
 
     Raises:
-        ValueError: tokenizer, sources, shares, sizes, memory or the place are not as they must be.
-        IndexMismatch: a source is damaged, or was made with another tokenizer.
-        StoreError: `data.root` or the place cannot be read, or lacks something.
+        ValueError: invalid tokenizer, sources, mixture weights, sizes, memory or checkpoint place.
+        IndexMismatch: a source is damaged or was made with another tokenizer.
+        StoreError: `data.root` or the checkpoint place cannot be read or lacks a file.
     """
     wait = config.data.patience if patience is None else min(patience, config.data.patience)
     if config.train.memory_limit_gib is not None:
@@ -101,7 +102,7 @@ def check_start(
         check_host_memory(
             config, [range(first, first + ranks_here) for first in range(0, world, ranks_here)]
         )
-    # Without its cache: that belongs to the run's own processes.
+    # Without the cache, which belongs to the run's own processes.
     store = open_data(config.data.replace(cache=None, patience=wait))
     tokenizer, indices = read_sources(config, store)
     if data_alone:
@@ -112,7 +113,7 @@ def check_start(
     planner, vision = Planner(indices, config.data), VisionPlanner(config)
     unknown = config.train.memory_limit_gib is not None and config.data.vision_token_ratio is None
     if unknown and (share := blend_report(planner)["vision_token_ratio"]):
-        # What the check above could not count: the share of media follows from the sources.
+        # The first memory check could not know the media ratio, which follows from the sources.
         from kimi_pretrain.memory.limits import check_memory_limit
 
         data = config.data.replace(vision_token_ratio=share)
@@ -124,7 +125,7 @@ def check_start(
     plans, state = list[GlobalPlan](), planner.state_dict()
     for _ in range(steps):
         plan, state = planner.plan(state)
-        vision.plan(plan)  # refuses what does not fit into memory
+        vision.plan(plan)  # raises if the step does not fit into memory
         plans.append(plan)
     if config.checkpoint.place is not None:
         _check_place(config.checkpoint.place, wait)
@@ -139,9 +140,9 @@ def check_start(
 
 
 def _rate_notices(end: BudgetEnd | None, config: Config) -> list[str]:
-    """Tell where a budget ends the run elsewhere than its learning rate's schedule does.
+    """Warn if a budget ends the run at a different step than the learning-rate schedule.
 
-    The two count different tokens: a budget those of samples, a schedule those of whole rows.
+    The two count different tokens: a budget counts sample tokens, a schedule counts whole rows.
     """
     if end is None or config.train.steps < end.step:
         return []
@@ -164,7 +165,7 @@ def read_sources(
     """Read the tokenizer and the indices of all sources, and check that they belong together.
 
     Args:
-        shared: the processes of this node have one copy of each index.
+        shared: share one copy of each index between the processes of this node.
 
     Raises:
         ConfigError, IndexMismatch, StoreError: see `check_start`.
@@ -179,7 +180,7 @@ def read_sources(
 
 
 def _check_pairs(config: Config, store: Store, indices: Sequence[SourceIndex]) -> None:
-    """Refuse SigLIP's objective without its tokenizer, or without a sample that could be a pair."""
+    """Refuse the SigLIP objective without its tokenizer, or if no sample has exactly one item."""
     if config.train.siglip is None:
         return
     TextTokenizer.open(config.train.siglip, config.data, store)
@@ -196,9 +197,9 @@ def read_heldout(
 ) -> list[SourceIndex]:
     """Read the indices of `data.heldout`, and check that training does not draw from them.
 
-    A source of the same content under another name is refused, and one that holds the same shards,
-    as one that has grown does; one sample of many that was put into both is not looked for
-    (`kimi-pretrain data stats --duplicates` does).
+    A source with the same content under another name is refused, as is a source that shares shards,
+    for example an extended copy. Single samples that are in both are not detected
+    (`kimi-pretrain data stats --duplicates` does that).
 
     Raises:
         ConfigError, IndexMismatch, StoreError: see `check_start`.
@@ -218,7 +219,7 @@ def read_heldout(
 
 
 def _check_heldout(config: Config, indices: Sequence[SourceIndex]) -> None:
-    """Plan the held-out samples as a validation will: refuses what does not fit into memory."""
+    """Plan the held-out samples as validation does, and refuse samples that exceed the memory."""
     tombstones = tombstones_of(config.data, indices)
     config = config.model_copy(update={"data": config.data.of_heldout()})
     vision = VisionPlanner(config, training=False)
@@ -235,13 +236,13 @@ def _check_heldout(config: Config, indices: Sequence[SourceIndex]) -> None:
 def _take_over(
     planner: Planner, config: Config, to_come: Mapping[str, Callable[[], State]]
 ) -> None:
-    """Have the planner go on as a run that keeps the optimizer of the stage before.
+    """Set the planner to continue from the previous stage, as a run that keeps its optimizer.
 
-    Where that has not saved yet, or not what can be read, there is nothing to count: the check of
-    first weights tells who is to start from it.
+    If the previous stage has no readable checkpoint yet, do nothing: the check of initial weights
+    reports that.
 
     Raises:
-        ConfigError: its data cannot go on, or leave nothing of the budget or of train.steps.
+        ConfigError: the data cannot continue, or nothing of the budget or of train.steps is left.
     """
     where = config.train.start_from
     assert where is not None  # checked with the configuration
@@ -268,7 +269,7 @@ def _take_over(
 
 
 def _check_place(uri: str, patience: float) -> None:
-    """Refuse a place for checkpoints that cannot be listed, or a folder that cannot be written."""
+    """Refuse a checkpoint place that cannot be listed, or a folder that is not writable."""
     place = open_place(uri, patience)
     try:
         place.steps()
@@ -286,10 +287,10 @@ def _check_place(uri: str, patience: float) -> None:
 def check_item_sizes(
     config: Config, indices: Sequence[SourceIndex], *, every: bool = False
 ) -> None:
-    """Refuse media that no chunk could hold, before anything expensive starts.
+    """Refuse items that exceed the encoder's chunk size, before anything expensive starts.
 
     Args:
-        every: also of samples that the source's bounds of length leave out.
+        every: also check samples that the source's length bounds exclude.
 
     Raises:
         ConfigError: names the source, the sample and both sizes.
@@ -313,7 +314,7 @@ def check_item_sizes(
 
 
 def data_is_here(config: Config) -> bool:
-    """Whether `data.root` is a folder of this machine, so that looking costs nothing."""
+    """Return True if `data.root` is a local folder, so that reading it is cheap."""
     root = config.data.root
     return ("://" not in root or root.startswith("file://")) and Path(
         root.removeprefix("file://")
@@ -321,7 +322,7 @@ def data_is_here(config: Config) -> bool:
 
 
 def unsaved(config: Config) -> str | None:
-    """Return what to know of a run that ends without a checkpoint; None if it saves its end."""
+    """Return a warning for a run that ends without a checkpoint; None if it saves at the end."""
     if config.checkpoint.every is not None:
         return None
     return (
@@ -332,10 +333,10 @@ def unsaved(config: Config) -> str | None:
 
 
 def check_node(config: Config) -> None:
-    """Warn where the plan takes this machine to be larger or smaller than it is.
+    """Warn if the config assumes more or fewer ranks on this machine than it runs.
 
-    Called by every rank: machines may differ, so the first process of each compares its own, and
-    the warning is in that rank's log.
+    Every rank calls this, because machines may differ. The first process of each machine compares,
+    and the warning is in the log of that rank.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
@@ -350,9 +351,9 @@ def check_node(config: Config) -> None:
 
 
 def check_host(config: Config) -> None:
-    """Refuse offload without room on the host, in every rank: for those whom nobody here started.
+    """Refuse offload without enough host memory; for ranks that no launcher here started.
 
-    As in `check_node` the first process of each machine looks, at its own.
+    As in `check_node`, the first process of each machine checks its own machine.
 
     Raises:
         ConfigError: see `check_host_memory`.
@@ -364,7 +365,7 @@ def check_host(config: Config) -> None:
     first, world = int(os.environ.get("RANK", "0")), config.layout.world_size()
     here = os.environ.get("LOCAL_WORLD_SIZE")
     if here is None and world > 1 and "RANK" in os.environ:
-        return  # who started us does not tell how many ranks this machine has
+        return  # the launcher does not say how many ranks this machine has
     check_host_memory(config, [range(first, min(first + int(here or world), world))])
 
 
@@ -372,7 +373,7 @@ def load_tokenizer(config: Config, store: Store) -> Tokenizer:
     """Read the tokenizer named in the config from the store and check it against the model.
 
     Raises:
-        ConfigError: its vocabulary is larger than the model's.
+        ConfigError: the tokenizer's vocabulary is larger than the model's.
     """
     tokenizer = open_tokenizer(config.data, store)
     if tokenizer.vocab_size > config.model.language.vocab_size:

@@ -1,16 +1,16 @@
-"""Compares replicas of tensors while training: a wrong bit on one rank shows in no other way.
+"""Compares replicas of tensors during training, to detect a wrong bit on one rank.
 
-In turn, one tensor of each kind of replica group (dense, expert, encoder): every rank hashes its
-copy before the step's update changes anything; the hashes are all-gathered with the per-rank
-reports and compared within each group. The cost is reading one tensor of each kind.
+Each check covers one tensor of each kind of replica group (dense, expert, encoder), in rotation.
+Every rank hashes its copy before the step's update changes anything; the hashes are all-gathered
+with the per-rank reports and compared within each group. The cost is reading one tensor per kind.
 
-What is found is a copy that differs in a step in which its turn comes. With `optim.shard_state`
-each update writes what the owner holds over all copies: a difference lasts for one step, which
-trains with wrong gradients, and is found only if that step is the tensor's turn. What was wrong in
-the owner's state is then equal, and wrong, in all, and no comparison finds it. What no update
-writes over (frozen tensors, routing biases; without `shard_state` everything) stays different and
-is found when its turn comes. Under tensor parallelism the whole tensors are hashed, not the slices
-that each step takes from them. At the start all are compared (`Update.check_replicas`).
+The check detects a copy that differs in the step that checks its tensor. With `optim.shard_state`
+each update overwrites all copies with the owner's values. A difference then lasts for one step,
+which trains with wrong gradients, and it is detected only if that step checks the tensor. An error
+in the owner's state spreads to all copies, so no comparison can detect it. Tensors that no update
+overwrites (frozen tensors, routing biases; without `shard_state` all tensors) stay different until
+their check. Under tensor parallelism the whole tensors are hashed, not the slices that each step
+takes from them. At the start all tensors are compared (`Update.check_replicas`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,15 +27,15 @@ from kimi_pretrain.reliability.watchdog import named
 if TYPE_CHECKING:
     from kimi_pretrain.engine.mesh import Mesh
 
-_ROW = 1024  # numbers that are summed before they are weighted by their place
-_BLOCK = 1 << 16  # words that are weighted at a time: bounds what is held beside the tensor
-_GOLDEN, _MIX = -7046029254386353131, -4658895280553007687  # of splitmix64, as signed
+_ROW = 1024  # numbers that are summed before they are weighted by position
+_BLOCK = 1 << 16  # words that are weighted at a time: bounds the temporary memory
+_GOLDEN, _MIX = -7046029254386353131, -4658895280553007687  # splitmix64 constants, as signed
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True)
 class CopyHash:
-    """Hash of one rank's copy of a tensor; `holders` is the first rank that holds one."""
+    """Hash of one rank's copy of a tensor; `holders` is the lowest rank of its replica group."""
 
     holders: int
     name: str
@@ -43,13 +43,13 @@ class CopyHash:
 
 
 class Replicas:
-    """Hashes the copies that this rank holds, in turn.
+    """Hashes this rank's copies of tensors, in rotation.
 
     Args:
-        tensors: the model's that this rank holds, by checkpoint name, as views of its memory. To
-            make them anew in each step would cost more than the hashes.
-        mesh: where this rank stands.
-        every: steps from one comparison to the next; None: none is made.
+        tensors: the model's tensors on this rank, by checkpoint name, as views of its memory.
+            Creating the views in each step would cost more than the hashes.
+        mesh: the position of this rank in the parallel layout.
+        every: steps between comparisons; None disables them.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], mesh: "Mesh", every: int | None):
@@ -62,7 +62,7 @@ class Replicas:
                 self._kinds.append((min(ranks), held))
 
     def hashes(self, step: int) -> tuple[CopyHash, ...]:
-        """Return the hashes whose turn it is in a step, counted from 1. Waits for the device."""
+        """Return the hashes that a step (counted from 1) compares. Waits for the device."""
         if not self._kinds or not self._every or step % self._every:
             return ()
         turn = step // self._every
@@ -76,32 +76,34 @@ class Replicas:
 
 @torch.no_grad()
 def hash_bits(tensor: Tensor) -> Tensor:
-    """Return a hash of a tensor's bits that any single wrong bit changes; it reads them once.
+    """Return a hash of a tensor's bits that any single-bit error changes; reads the tensor once.
 
-    Integer arithmetic modulo 2^64: the same on every device, in whatever order it is summed.
+    The arithmetic is modulo 2^64: the result is the same on every device and in any summation
+    order.
 
     Returns:
-        0-d int64, on the tensor's device; nothing waits for it.
+        0-d int64 on the tensor's device; the call does not wait for the device.
     """
     flat = _words(tensor)
     whole = len(flat) - len(flat) % _ROW
     rows = flat[:whole].view(-1, _ROW).sum(1, dtype=torch.int64)
     rest = flat[whole:].sum(dtype=torch.int64)
-    # Odd factors have an inverse: no wrong bit is lost.
+    # Odd factors are invertible modulo 2^64, so no single-bit error is lost.
     odd = torch.arange(3, 2 * len(rows) + 3, 2, device=flat.device)
     return (rows * odd).sum() + rest
 
 
 @torch.no_grad()
 def hash_order(tensor: Tensor) -> Tensor:
-    """Return a hash of a tensor's bits and of their order: slower, for the start of a run.
+    """Return a hash of a tensor's bits and of their order; slower, used at the start of a run.
 
-    `hash_bits` does not see numbers that change places within a row of its sums, nor an even number
-    of flipped signs in fp64. Here each word has an odd weight of its own place in a block, and its
-    upper half is folded onto the lower: the weight of a sign would be 2^63, whatever the place.
+    `hash_bits` misses values that swap positions within a row of its sums, and an even number of
+    flipped signs in fp64. Here each word has an odd weight for its position in a block. The upper
+    half of a word is folded onto the lower half: otherwise the weight of a sign bit would be 2^63
+    at every position.
 
     Returns:
-        0-d int64, on the tensor's device; the same on every device.
+        0-d int64 on the tensor's device; the same value on every device.
     """
     flat = _words(tensor)
     place = torch.arange(1, min(len(flat), _BLOCK) + 1, device=flat.device) * _GOLDEN
@@ -114,16 +116,16 @@ def hash_order(tensor: Tensor) -> Tensor:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Return a tensor's bits as integers, [n]: of 8 bytes if they fill such."""
+    """Return a tensor's bits as integers [n], in 8-byte words if the size is a multiple of 8."""
     flat = tensor.detach().reshape(-1).contiguous()
-    if flat.nbytes % 8 == 0:  # several times faster; by shape and type alone, as on the other ranks
+    if flat.nbytes % 8 == 0:  # several times faster; shape and dtype decide alike on all ranks
         misplaced = flat.storage_offset() * flat.element_size() % 8
         return (flat.clone() if misplaced else flat).view(torch.int64)
     return flat.view(_INTEGERS[flat.element_size()])
 
 
 def check_copies(step: int, everyone: Sequence[tuple[CopyHash, ...]]) -> None:
-    """Check that what `Replicas.hashes` returned is equal for all copies; alike on all ranks.
+    """Check that the hashes from `Replicas.hashes` agree between copies; all ranks decide alike.
 
     Raises:
         RuntimeError: names a tensor that differs, and the ranks.

@@ -1,7 +1,7 @@
-"""Writes the files of a run folder; a disk that is full for a while does not end the training.
+"""Writes the files of a run folder; a temporarily full disk does not end the training.
 
-Records that cannot be appended are logged once and kept in memory for the next attempt, in order
-and without a gap.
+Records that cannot be appended are logged once and kept in memory until the next attempt, in order
+and without gaps.
 """
 
 import errno
@@ -15,30 +15,30 @@ from data_pipeline.store.patient import patiently
 
 log = logging.getLogger("kimi_pretrain.reliability.run_files")
 
-# Unwritten bytes of one file that are kept; later records are counted and left out.
+# Limit of unwritten bytes kept per file; later records are counted and dropped.
 KEPT_BYTES = 64 << 20
-# For so long a file is read again whose disk or file server is away.
+# Time during which reads are retried while the disk or file server is unavailable.
 PATIENCE_S = 60.0
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Appended:
-    """A file to which records are appended at once; disk errors are logged, never raised."""
+    """A file that gets each record appended immediately; disk errors are logged, never raised."""
 
     def __init__(self, file: Path):
         self.file = file
         self._fd: int | None = None
-        self._left = b""  # unwritten; may begin inside of a record
+        self._left = b""  # unwritten bytes; may start in the middle of a record
         self._left_out = 0
 
     def write(self, record: bytes) -> None:
-        """Append a record, and before it those that could not be written so far."""
+        """Append a record, after all records that could not be written so far."""
         failing = bool(self._left)
         self._left += record
         try:
             self._write()
         except OSError as error:
-            self._forget_fd()  # of a file server that was replaced it never works again
+            self._forget_fd()  # useless after a file server was replaced
             if len(self._left) > KEPT_BYTES and len(self._left) >= len(record):
                 self._left = self._left[: len(self._left) - len(record)]
                 self._left_out += 1
@@ -54,7 +54,7 @@ class Appended:
             self._left_out = 0
 
     def close(self) -> None:
-        """Try once more to write what is left, then close."""
+        """Try once more to write the remaining records, then close the file."""
         if self._left:
             self.write(b"")
         if self._left:
@@ -76,14 +76,14 @@ class Appended:
 
 
 def write_whole(file: Path, content: str | bytes, *, in_place: bool = False) -> None:
-    """Write a file so that a reader, also after a loss of power, sees the old or the new one.
+    """Write a file atomically: a reader sees the old or the new content, even after a power loss.
 
     Args:
-        in_place: where the disk is full, write over the old file, which takes no room. For content
-            of less than a block, of which readers see no part.
+        in_place: overwrite the old file if the disk is full, which needs no space. Use it for
+            content smaller than a block, which readers never see in part.
 
     Raises:
-        OSError: it cannot be written; names the file.
+        OSError: the file cannot be written; names the file.
     """
     data = content.encode() if isinstance(content, str) else content
     partial = file.with_name(f"{file.name}.partial")
@@ -103,10 +103,10 @@ def write_whole(file: Path, content: str | bytes, *, in_place: bool = False) -> 
 
 
 def read_patiently(file: Path) -> bytes | None:
-    """Return what a file holds, None if there is none; again while its file system is away.
+    """Return the content of a file, or None if it is missing; retry while its disk is unavailable.
 
     Raises:
-        OSError: it cannot be read; names the file.
+        OSError: the file cannot be read; names the file.
     """
     try:
         return patiently(file.read_bytes, str(file), PATIENCE_S)
@@ -116,7 +116,7 @@ def read_patiently(file: Path) -> bytes | None:
 
 @contextmanager
 def best_effort() -> Iterator[None]:
-    """Log an error of writing a file instead of raising it."""
+    """Log an error in writing a file instead of raising it."""
     try:
         yield
     except OSError as error:
@@ -125,7 +125,7 @@ def best_effort() -> Iterator[None]:
 
 @contextmanager
 def naming(file: Path) -> Iterator[None]:
-    """Add the file's name to an OSError; that of a `write` lacks it."""
+    """Add the file's name to an OSError; errors of `write` lack it."""
     try:
         yield
     except OSError as error:
@@ -138,7 +138,7 @@ def _write_over(file: Path, data: bytes) -> None:
     fd = os.open(file, os.O_WRONLY)
     try:
         size = os.fstat(fd).st_size
-        os.pwrite(fd, data.ljust(size), 0)  # JSON ends where it ends: blanks may follow
+        os.pwrite(fd, data.ljust(size), 0)  # trailing blanks are valid after JSON
         os.fsync(fd)
     finally:
         os.close(fd)

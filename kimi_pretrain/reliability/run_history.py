@@ -1,7 +1,7 @@
-"""Run history: a start must not lose the checkpoints of its run folder, nor mix two runs.
+"""Run history: protects the checkpoints of a run folder from loss and from mixing two runs.
 
-run.json holds the place of the run's checkpoints, so that a run that is resumed from another
-working folder, or with another `checkpoint.place`, does not start again beside them.
+run.json stores the checkpoint location of the run. A run that resumes from another working folder
+or with another `checkpoint.place` therefore does not silently start over in a new location.
 """
 
 import os
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from kimi_pretrain.config import Config
 
 METRICS = "metrics.jsonl"
-# By key, the checkpoints of other runs that this one began from, as they were then.
+# Checkpoints of other runs that this run started from, by key, as recorded at that time.
 BEGAN = "began_from.json"
 
 
 def place_of(config: "Config", run_dir: Path) -> Place:
-    """Return the place of a run's checkpoints."""
+    """Return the checkpoint location of a run."""
     return open_place(config.checkpoint.place or run_dir / "checkpoints")
 
 
 def where(place: Place) -> str:
-    """Return a name of a place that does not depend on the working folder."""
+    """Return the name of a location, independent of the working folder."""
     return place.uri.rstrip("/") if place.folder is None else str(place.folder.resolve())
 
 
 def noted_place(run_dir: Path) -> str | None:
-    """Return the place of the checkpoints by run.json, or None.
+    """Return the checkpoint location recorded in run.json, or None.
 
-    A place inside the run folder is noted relative to it: it goes where the folder goes.
+    A location inside the run folder is recorded as a relative path, so it moves with the folder.
     """
     noted = (read_run(run_dir) or {}).get("place")
     if noted is None or "://" in noted:
@@ -46,7 +46,7 @@ def noted_place(run_dir: Path) -> str | None:
 
 
 def latest_in(uri: str | os.PathLike[str]) -> str:
-    """Return the newest complete checkpoint of a run's folder or place; any other URI as it is."""
+    """Return the newest complete checkpoint of a run or location; any other URI is unchanged."""
     text = os.fspath(uri).rstrip("/") or "/"
     place = open_place(text)
     if place.folder is not None and (place.folder / MANIFEST).is_file():
@@ -60,12 +60,13 @@ def latest_in(uri: str | os.PathLike[str]) -> str:
 
 
 def check_ended(uri: str | os.PathLike[str]) -> None:
-    """Refuse the folder of a run that goes on still: its newest checkpoint is not its last.
+    """Refuse the folder of an unfinished run, because its newest checkpoint is not its last.
 
-    So is the folder of its checkpoints. A checkpoint may be named; a store tells of no run.
+    The folder of its checkpoints is refused, too. The path of a single checkpoint is accepted. An
+    object store holds no run status, so it is accepted.
 
     Raises:
-        CheckpointError: says how far the run is, and what can be done.
+        CheckpointError: states the progress of the run and the remedy.
     """
     folder = open_place(os.fspath(uri)).folder
     if folder is None or not folder.is_dir() or (folder / MANIFEST).is_file():
@@ -84,13 +85,13 @@ def check_ended(uri: str | os.PathLike[str]) -> None:
 
 
 def places_of_run(folder: Path | None) -> list[str]:
-    """Where the run of this folder keeps its checkpoints, if it is one."""
+    """Return the checkpoint locations of the run in this folder; empty if there is no run."""
     if folder is None or not folder.is_dir():
         return []
     if (noted := noted_place(folder)) is not None:
         return [noted]
     places = [str(folder / "checkpoints")]
-    if (folder / "config.yaml").is_file():  # of an earlier version
+    if (folder / "config.yaml").is_file():  # run.json of an earlier version records no location
         from kimi_pretrain.config import load_config
 
         if named := load_config(folder / "config.yaml").checkpoint.place:
@@ -99,7 +100,7 @@ def places_of_run(folder: Path | None) -> list[str]:
 
 
 def note_place(run_dir: Path, place: Place) -> None:
-    """Write into run.json where the checkpoints are. Call it under the lock."""
+    """Record the checkpoint location in run.json. Call this under the lock."""
     name, folder = where(place), str(run_dir.resolve())
     if name.startswith(f"{folder}/"):
         name = os.path.relpath(name, folder)
@@ -109,16 +110,16 @@ def note_place(run_dir: Path, place: Place) -> None:
 
 
 def has_lines(run_dir: Path) -> bool:
-    """Whether a run of this folder has done a step."""
+    """Return True if a run in this folder has completed a step."""
     file = run_dir / METRICS
     return file.is_file() and file.stat().st_size > 0
 
 
 def check_fresh(run_dir: Path) -> None:
-    """Refuse to begin from scratch in the folder of an earlier run: it would mix the two.
+    """Refuse to start from scratch in the folder of an earlier run, which would mix the two.
 
     Raises:
-        ValueError: says what can be done.
+        ValueError: states the remedy.
     """
     if any(run_dir.glob("checkpoints/step_*/manifest.json")) or (run_dir / METRICS).is_file():
         raise ValueError(
@@ -128,11 +129,11 @@ def check_fresh(run_dir: Path) -> None:
 
 
 def check_unused(place: Place) -> None:
-    """Refuse to begin from scratch at a place that holds checkpoints.
+    """Refuse to start from scratch in a location that holds checkpoints.
 
     Raises:
-        ValueError: says what can be done.
-        CheckpointError: the place cannot be read.
+        ValueError: states the remedy.
+        CheckpointError: the location cannot be read.
     """
     with storage_errors(place.uri):
         steps = place.steps()
@@ -144,10 +145,10 @@ def check_unused(place: Place) -> None:
 
 
 def check_place(run_dir: Path, place: Place) -> None:
-    """Refuse to look for a run's latest checkpoint elsewhere than where the run saved.
+    """Refuse to look for a run's latest checkpoint outside the location where it saved.
 
     Raises:
-        ValueError: names both places.
+        ValueError: names both locations.
     """
     noted, here = noted_place(run_dir), where(place)
     if noted in (None, here) or _same_folder(noted, here):
@@ -163,12 +164,12 @@ def check_place(run_dir: Path, place: Place) -> None:
 
 
 def check_may_begin(run_dir: Path, place: Place, or_start: bool) -> None:
-    """Refuse to begin at step 0 where the latest checkpoint was asked for and there is none.
+    """Refuse to start at step 0 if the latest checkpoint is requested and there is none.
 
-    With `or_start` it may begin where none was ever saved.
+    With `or_start` the run may start if it has never saved a checkpoint.
 
     Raises:
-        ValueError: says where was looked, what the folder tells of the run, and what can be done.
+        ValueError: names the searched location, the state of the run and the remedy.
     """
     looked = f"--resume latest: there is no checkpoint in {where(place)}"
     if (saved := _saved(run_dir)) is not None:
@@ -191,11 +192,11 @@ def check_may_begin(run_dir: Path, place: Place, or_start: bool) -> None:
 
 
 def check_latest(config: "Config", run_dir: Path, place: Place, or_start: bool) -> None:
-    """Refuse early, by one listing and one manifest, what a start with "latest" would come to.
+    """Refuse an impossible start with "latest" early, from one listing and one manifest.
 
     Raises:
-        ValueError, CheckpointError: as `check_place`, `check_may_begin`, `check_resumes`; the place
-            cannot be read.
+        ValueError, CheckpointError: as `check_place`, `check_may_begin`, `check_resumes`; or the
+            location cannot be read.
     """
     check_place(run_dir, place)
     with storage_errors(place.uri):
@@ -204,37 +205,37 @@ def check_latest(config: "Config", run_dir: Path, place: Place, or_start: bool) 
         check_may_begin(run_dir, place, or_start)
     if steps:
         newest = place.checkpoint(steps[-1])
-        if not newest.manifest_problems():  # a damaged one is told, or passed over, at the start
+        if not newest.manifest_problems():  # the start itself reports or skips a damaged checkpoint
             check_resumes(newest.manifest(), config, newest.uri)
 
 
 def claim_place(
     place: Place, run_dir: Path, resume: str | os.PathLike[str] | None, restarted: bool
 ) -> Owner:
-    """Make the place this run's, unless its folder tells of another place or run.
+    """Claim the checkpoint location for this run, unless the run folder contradicts.
 
-    Called by rank 0, under the run folder's lock. `restarted`: the job was started again after a
-    fault.
+    Rank 0 calls this under the run folder's lock. `restarted` is True if the job was restarted
+    after a fault.
 
     Raises:
-        ValueError, CheckpointError: as the checks it makes.
+        ValueError, CheckpointError: from the checks.
     """
     fresh = resume is None and not restarted
     if fresh:
         check_fresh(run_dir)
-    elif resume in (None, "latest"):  # else the user says what to go on from, and saves here now
+    elif resume in (None, "latest"):  # with an explicit checkpoint, the run saves here from now on
         check_place(run_dir, place)
-    # Before it is claimed: where this start is refused, the place is still its run's to claim.
+    # Check before claiming: if this start is refused, the location stays unclaimed.
     owner = claim(place, run_dir, partial(check_unused, place) if fresh else lambda: None)
     note_place(run_dir, place)
     return owner
 
 
 def last_own_step(place: Place, found: Checkpoint) -> int:
-    """Return the last step of the checkpoints here that a course has behind it; -1: none has.
+    """Return the newest checkpoint step here on the lineage of checkpoint `found`, or -1.
 
-    What it goes on from may lie elsewhere, or have been left under another name. Then it says
-    nothing of those that are here: they may be of any course.
+    If `found` is elsewhere or renamed, it says nothing about the checkpoints here, which may belong
+    to any lineage.
     """
     folder, _, name = found.uri.rstrip("/").rpartition("/")
     at_home = folder == where(place) or (place.folder and _same_folder(folder, str(place.folder)))
@@ -242,14 +243,14 @@ def last_own_step(place: Place, found: Checkpoint) -> int:
 
 
 def check_way_back(place: Place, step: int) -> None:
-    """Refuse to leave checkpoints behind that nothing can rename, as in an object store.
+    """Refuse to abandon later checkpoints that cannot be renamed, as in an object store.
 
-    In a folder they are kept under another name; in a store the new course would write its own
-    over them. `step` is the last of those that are its own; see `last_own_step`.
+    In a folder, checkpoints of the other lineage are renamed; in a store the new lineage would
+    overwrite them. `step` is the newest step of this lineage; see `last_own_step`.
 
     Raises:
-        ValueError: says what can be done.
-        CheckpointError: the place cannot be read.
+        ValueError: states the remedy.
+        CheckpointError: the location cannot be read.
     """
     if place.folder is not None:
         return
@@ -269,8 +270,8 @@ def _saved(run_dir: Path) -> str | None:
 
 
 def _same_folder(one: str | None, other: str) -> bool:
-    """Whether two names are of one folder, as on nodes that mount it twice."""
+    """Return True if two paths name the same folder, as with two mounts on a node."""
     try:
         return one is not None and os.path.samefile(one, other)
-    except OSError:  # one of them is not there, or a URI
+    except OSError:  # a path does not exist or is a URI
         return False

@@ -1,21 +1,23 @@
-"""Run locks: one run at a time in a run folder, and one run in a checkpoint place.
+"""Run locks: allow one run at a time per run folder, and one run per checkpoint location.
 
-Rank 0 holds a lock (flock) on `lock` in the run folder while it lives: the system releases it when
-the process ends, however it ends. The file names its holder and its start, whose processes alone
-write into the folder (`kimi_pretrain.reliability.start_identity`); its modification time is renewed
-every BEAT_S. A run has an id of its own in `run.json`; a checkpoint place that it writes to
-carries the id in `owner.json`, which is looked at again before every commit, so that two runs never
-complete checkpoints in one place, on whatever machines they are. It names the run folder, too: a
-copy of a folder has its id, and must not save where the first one does. Where the first folder
-cannot be seen, as from another cluster, the copy gets the place; but `owner.json` also names the
-start that claimed it last, and the other one ends at its next save.
+Rank 0 holds an flock on `lock` in the run folder while it lives; the system releases it however the
+process ends. The file names its holder and the start of the holder; only processes of that start
+write into the folder (`kimi_pretrain.reliability.start_identity`). The holder renews the file's
+modification time every BEAT_S.
 
-Where the node of a job's former start is lost, a file server may hold its lock for long, NFS for
-good. So a later start of the same SLURM job takes over a lock whose holder shows no life: its file
-is SILENT_S old, and does not get newer in WATCHED_S of this process's own time, so that a clock
-that jumps takes nobody's lock. Should the holder come to life again, it finds another file in the
-place of its own, or on NFS that its own is gone (ESTALE), and ends within BEAT_S. It also ends
-where somebody has moved or removed the folder under it, and says that.
+Each run has an id in `run.json`. The checkpoint location that it writes to stores the id in
+`owner.json`, which is read again before every commit, so that two runs never complete checkpoints
+in one location, whatever machines they run on. `owner.json` also names the run folder: a copy of a
+run folder has the same id, but must not save where the original does. If the original folder is not
+visible, as from another cluster, the copy gets the location. `owner.json` also names the last start
+that claimed the location, so the original run ends at its next save.
+
+If the node of an earlier start is lost, a file server may hold its lock for a long time, NFS
+forever. So a later start of the same SLURM job takes over a lock whose holder seems dead: its file
+is SILENT_S old and does not get newer during WATCHED_S of this process's own time, so that a clock
+jump cannot cost a live run its lock. If the holder wakes up, it finds a different file at its path,
+or on NFS that its own file is gone (ESTALE), and ends within BEAT_S. It also ends, with a message,
+if the folder was moved or removed while it ran.
 """
 
 import errno
@@ -51,32 +53,32 @@ if TYPE_CHECKING:
 log = logging.getLogger("kimi_pretrain.reliability.run_lock")
 
 BEAT_S = 15.0
-# Without a sign of life after which a former start counts as dead: by the file server's clock, and
-# for how long this process has to see that itself. And how long the end of a former start is waited
-# for: not as long as other ranks wait for this one.
+# An earlier start counts as dead after SILENT_S without a sign of life by the file server's clock,
+# confirmed by WATCHED_S of observation by this process. PATIENCE_S bounds the wait for an earlier
+# start to end; it is shorter than other ranks wait for this rank.
 SILENT_S = 180.0
 WATCHED_S = 3 * BEAT_S
 PATIENCE_S = 90.0
-# Beats in a row at which the lock's name is nobody's before that is believed.
+# Consecutive beats at which the lock file must be missing before the process acts on it.
 _MISSING = 2
-# In an object store, where nothing can be created exclusively, two runs that claim a place at once
-# see what the last one wrote after so long.
+# An object store has no exclusive create. If two runs claim a location at once, both see the last
+# write after this time.
 _SETTLE_S = 1.0
 RUN = "run.json"
 
 
 class RunLocked(ValueError):
-    """Another run is using this folder or place; the message says which."""
+    """Another run uses this folder or location; the message names it."""
 
 
 class FormerStart(RunLocked):
-    """An earlier start of the same job is still there; a later attempt may find it gone."""
+    """An earlier start of the same job still runs; a later attempt may succeed."""
 
 
 class RunLock:
-    """Holds a run folder for as long as this process lives, or until `release`.
+    """Holds a run folder while this process lives, or until `release`.
 
-    Where the locked file's path has come to be another's, `leave` ends this process.
+    If another file appears at the lock's path, `leave` ends this process.
     """
 
     def __init__(self, file: IO[str], path: Path, leave: Callable[[int], object] = os._exit):
@@ -88,7 +90,7 @@ class RunLock:
     def release(self) -> None:
         """Release the folder."""
         self._end.set()
-        self._beat.join(1.0)  # a file server that is away may hold it for ever, and the close too
+        self._beat.join(1.0)  # an unavailable file server may block it forever, and the close too
         if not self._beat.is_alive():
             self._file.close()
 
@@ -112,30 +114,30 @@ class RunLock:
             return
 
     def _whose(self) -> Literal["ours", "another's", "nobody's"]:
-        """Renew the file's time; return whose file has its name now, "ours" if nobody can tell.
+        """Renew the file's time and return the owner of its path; "ours" if that is unknown.
 
-        A lock that is taken over is replaced. An NFS server forgets the old file then: who still
-        has it open gets ESTALE, and has lost its lock with it.
+        A takeover replaces the lock file. An NFS server then forgets the old file: a process that
+        still has it open gets ESTALE and has lost its lock.
         """
         try:
             os.utime(self._file.fileno())
-        except OSError as error:  # ownership is asked whatever became of the sign of life
+        except OSError as error:  # ownership is checked even if the time cannot be renewed
             if error.errno == errno.ESTALE:
                 return "another's"
         try:
             mine, there = os.fstat(self._file.fileno()), self._path.stat()
             return "ours" if os.path.samestat(mine, there) else "another's"
         except FileNotFoundError:
-            # Where the folders above are gone, too, a whole file system may be away for a while.
+            # If the folders above are missing, too, the file system may be unavailable for a while.
             return "nobody's" if self._path.parent.parent.is_dir() else "ours"
-        except OSError:  # a file server that is away
+        except OSError:  # the file server is unavailable
             return "ours"
 
 
 def _told_gone(file: IO[str], path: Path) -> tuple[str, int]:
-    """Return why a lock's name is nobody's, and the exit code of that.
+    """Return the reason why a lock file is missing at its path, and the exit code.
 
-    The system knows the present name of an open file, on one machine at least.
+    /proc gives the current name of an open file, at least for changes made on this machine.
     """
     run_dir, now = path.parent, Path(os.readlink(f"/proc/self/fd/{file.fileno()}"))
     if now != path and _is_at(file, now):
@@ -151,12 +153,12 @@ def _told_gone(file: IO[str], path: Path) -> tuple[str, int]:
 def take(run_dir: Path, environment: Mapping[str, str] = os.environ) -> RunLock:
     """Lock a run folder.
 
-    Where the holder is an earlier start of the same SLURM job, its end is waited for; if it shows
-    no life, its lock is taken over. What earlier starts reported in the folder is removed.
+    If the holder is an earlier start of the same SLURM job, wait for it to end; if it shows no sign
+    of life, take over its lock. Reports of earlier starts in the folder are removed.
 
     Raises:
-        RunLocked: another run holds it; names host, process and since when. FormerStart: an earlier
-            start of this job, which lives.
+        RunLocked: another run holds the lock; names host, process and start time.
+        FormerStart: an earlier start of this job is still alive.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     path, begun = run_dir / LOCK, time.monotonic()
@@ -192,14 +194,14 @@ def take(run_dir: Path, environment: Mapping[str, str] = os.environ) -> RunLock:
 
 
 def _beat_of(path: Path) -> int | None:
-    """Return the last sign of life of a lock's holder; says nothing of when that was."""
+    """Return the time of the holder's last sign of life, for comparison only."""
     with suppress(FileNotFoundError):
         return path.stat().st_mtime_ns
     return None
 
 
 def _is_at(file: IO[str], path: Path) -> bool:
-    """Whether a file is still the one that has this name."""
+    """Return True if an open file is still the one at this path."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -207,14 +209,14 @@ def _is_at(file: IO[str], path: Path) -> bool:
 
 
 def _silence(path: Path) -> float:
-    """Return for how many seconds the holder of a lock has shown no life, by the server's clock."""
+    """Return the seconds since the holder's last sign of life, by the file server's clock."""
     with tempfile.TemporaryFile(dir=path.parent) as now, path.open() as lock:
         os.utime(now.fileno())
         return os.fstat(now.fileno()).st_mtime - os.fstat(lock.fileno()).st_mtime
 
 
 def _another(path: Path) -> IO[str]:
-    """Put a new file in the place of one whose lock never ends, and lock that."""
+    """Replace a lock file whose lock is never released by a new locked file."""
     fresh = path.with_name(f"{LOCK}.{socket.gethostname()}.{os.getpid()}")
     file = fresh.open("a+")
     _try_lock(file)
@@ -223,7 +225,7 @@ def _another(path: Path) -> IO[str]:
 
 
 def check_free(run_dir: Path) -> None:
-    """Refuse a folder that a run is using, and leave it as it is.
+    """Refuse a folder that a run is using; change nothing.
 
     Raises:
         RunLocked: as for `take`.
@@ -238,10 +240,10 @@ def check_free(run_dir: Path) -> None:
 
 
 def check_folder(run_dir: Path) -> Path:
-    """Refuse a path that cannot be a run folder; returns it, or its nearest existing parent.
+    """Refuse a path that cannot be a run folder; return it, or its nearest existing parent.
 
     Raises:
-        ValueError: a file stands there, or on the way there.
+        ValueError: the path or one of its parents is a file.
     """
     there = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     if not there.is_dir():
@@ -252,7 +254,7 @@ def check_folder(run_dir: Path) -> Path:
 
 
 def run_id(run_dir: Path) -> str:
-    """Return the id of the run in this folder; a new one gets it now. Call it under the lock.
+    """Return the id of the run in this folder; create it for a new run. Call this under the lock.
 
     Raises:
         ValueError: as `read_run`.
@@ -265,11 +267,11 @@ def run_id(run_dir: Path) -> str:
 
 
 def read_run(run_dir: Path) -> dict[str, Any] | None:
-    """Return what run.json says; None where there is none yet.
+    """Return the content of run.json, or None if there is no file.
 
     Raises:
-        ValueError: it holds no id; says what to do.
-        OSError: it cannot be read; names it.
+        ValueError: the file holds no id; states the remedy.
+        OSError: the file cannot be read; names it.
     """
     file = run_dir / RUN
     if (data := read_patiently(file)) is None:
@@ -288,20 +290,20 @@ def read_run(run_dir: Path) -> dict[str, Any] | None:
 
 
 def write_run(run_dir: Path, values: Mapping[str, Any]) -> None:
-    """Write run.json. Call it under the lock."""
+    """Write run.json. Call this under the lock."""
     write_whole(run_dir / RUN, json.dumps(values) + "\n")
 
 
 def claim(place: "Place", run_dir: Path, check: Callable[[], object] = lambda: None) -> Owner:
-    """Make a place belong to this start of the run, which it returns.
+    """Claim a checkpoint location for this start of the run and return the owner record.
 
-    Where it is not another's, `check` is called before anything is written there; it may raise.
+    If no other run owns it, `check` is called before anything is written; `check` may raise.
 
     Raises:
-        RunLocked: it belongs to another run, or cannot be written.
-        CheckpointUnavailable: it does not answer.
+        RunLocked: the location belongs to another run or cannot be written.
+        CheckpointUnavailable: the location does not answer.
     """
-    from data_pipeline.store.open import StoreError  # brings boto3, which few need
+    from data_pipeline.store.open import StoreError  # imports boto3, which few runs need
     from kimi_pretrain.checkpoint.errors import CheckpointUnavailable, is_transient
 
     mine = Owner(run_id(run_dir), secrets.token_hex(8))
@@ -320,7 +322,7 @@ def _try_lock(file: IO[str], kind: int = fcntl.LOCK_EX) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        # Some shared file systems are mounted without locks. The run can go on, unprotected.
+        # Some shared file systems are mounted without locks; the run continues unprotected.
         log.warning("%s cannot be locked (%s): nothing stops a second run here", file.name, error)
     return True
 
@@ -343,13 +345,13 @@ def _told(run_dir: Path, holder: Mapping[str, object]) -> str:
 
 
 def _claim(place: "Place", run_dir: Path, mine: Owner, check: Callable[[], object]) -> str | None:
-    """Return why the place cannot be had; None: it is this start's now."""
+    """Claim the location; return the reason why that failed, or None on success."""
     where = {"run_dir": str(run_dir.resolve()), "host": socket.gethostname()}
     text, wanted = place.read_text(OWNER), json.dumps({**mine._asdict(), **where}) + "\n"
     if text is None:
         check()
         _own(place, mine.run, wanted)
-        text = place.read_text(OWNER) or ""  # another run may have come at the same time
+        text = place.read_text(OWNER) or ""  # another run may have claimed it at the same time
     told = ownership_conflict(place.uri, text, mine.run) or _told_copy(
         place, json.loads(text), run_dir
     )
@@ -360,10 +362,10 @@ def _claim(place: "Place", run_dir: Path, mine: Owner, check: Callable[[], objec
 
 
 def _told_copy(place: "Place", owner: Mapping[str, Any], run_dir: Path) -> str | None:
-    """Return why a place of this run is not this folder's; None: it is, or the folder was moved.
+    """Return the reason why this run folder does not own the location, or None if it does.
 
-    A copy of a run folder has the run's id. What was copied along inside of it is its own. A first
-    folder that is not seen from here counts as moved.
+    A copy of a run folder has the run's id. Checkpoints inside the copied folder belong to the
+    copy. If the original folder is not visible from here, the folder counts as moved.
     """
     here, noted = run_dir.resolve(), owner.get("run_dir")
     if noted in (None, str(here)):
@@ -379,7 +381,7 @@ def _told_copy(place: "Place", owner: Mapping[str, Any], run_dir: Path) -> str |
 
 
 def _is_run(folder: Path, name: str) -> bool:
-    """Whether a folder is that of a run, as far as can be seen from here."""
+    """Return True if the folder is visible from here and belongs to the run with this id."""
     try:
         values = read_run(folder)
     except (OSError, ValueError):
@@ -388,7 +390,7 @@ def _is_run(folder: Path, name: str) -> bool:
 
 
 def _own(place: "Place", mine: str, text: str) -> None:
-    """Write who owns a place that nobody owns, unless another run is faster."""
+    """Write the owner of an unowned location, unless another run is faster."""
     if place.folder is None:
         place.write_text(OWNER, text)
         time.sleep(_SETTLE_S)
@@ -397,10 +399,10 @@ def _own(place: "Place", mine: str, text: str) -> None:
     partial = place.folder / f".{OWNER}.{mine}"
     partial.write_text(text)
     try:
-        os.link(partial, place.folder / OWNER)  # whole, and only if there is none
+        os.link(partial, place.folder / OWNER)  # atomic, and only if there is no file yet
     except FileExistsError:
         pass
-    except OSError:  # a file system without links
+    except OSError:  # the file system has no hard links
         place.write_text(OWNER, text)
     finally:
         partial.unlink()

@@ -1,13 +1,12 @@
-"""Reads a thread's stack: where it is, and whether it waits for other ranks.
+"""Classifies a thread's stack: its position, and whether it waits for other ranks.
 
-With gloo the host waits inside the collective, or in a call that waits for one. On a CUDA device a
-collective is only put into the device's queue, and the host waits later on: wherever something is
-copied from the device, or the queue is full. That is in any code that feeds the device. A rank that
-blocks the others because of its host is not in such code: it reads, sleeps, or waits for a lock,
-a queue or another process.
+With gloo the host waits inside the collective, or in a call that waits for it. On a CUDA device a
+collective is only enqueued, and the host waits later: wherever it copies from the device or the
+queue is full. Any code that feeds the device can block there. A rank whose host blocks the other
+ranks is in different code: it reads, sleeps, or waits for a lock, a queue or another process.
 
-A stack is a list of (file, line, function), innermost first. C code has no frame: its caller is the
-innermost.
+A stack is a list of (file, line, function), innermost first. C code has no frame, so its Python
+caller is the innermost frame.
 """
 
 import linecache
@@ -21,18 +20,18 @@ Lines = Sequence[tuple[str, int, str]]
 
 ROOT = Path(__file__).parent.parent.parent
 ROOMS = ("kimi_pretrain", "data_pipeline", "moonvit3d", "typed_config", "launch", "tests")
-# Python files that wait for other ranks, and calls that wait for what was begun elsewhere.
+# Files that wait for other ranks, and calls that wait for work started elsewhere.
 COLLECTIVES = ("torch/distributed/", "megatron/core/pipeline_parallel/p2p_communication")
 WAITING_CALLS = (".wait(", "synchronize(", ".barrier(", "all_reduce(", "all_gather")
-# Rooms and packages that feed a device.
+# Packages that feed a device.
 FEEDING = (
     "kimi_pretrain", "moonvit3d", "megatron", "torch", "transformer_engine",
     "transformer_engine_torch", "triton", "flash_attn", "flash_attn_interface",
 )  # fmt: skip
-# Of these what works on the host (launching what was compiled feeds the device again) ...
+# Parts of those packages that run on the host; launching compiled code feeds the device again.
 COMPILING = ("torch/_dynamo/", "torch/_inductor/", "torch/fx/", "triton/compiler/", "/compiler.py")
 LAUNCHING = ("torch/_inductor/runtime/",)
-# ... and what also reads and writes files: there the call itself has to tell.
+# Files of those packages that also do file I/O: the source line decides.
 FILING = (
     "kimi_pretrain/checkpoint/", "kimi_pretrain/weights/", "kimi_pretrain/telemetry/recorder.py",
     "kimi_pretrain/telemetry/run_dir.py", "kimi_pretrain/reliability/run_files.py",
@@ -66,7 +65,7 @@ def waits(lines: Lines, *, on_device: bool = False) -> bool:
 
 
 def where(lines: Lines) -> str:
-    """Return the innermost line, and the innermost one of this project if that is another."""
+    """Describe the innermost frame, and this project's innermost frame if it is a different one."""
     if not lines:
         return "an unknown line"
     ours = next((line for line in lines if _ours(line[0])), lines[0])
@@ -75,7 +74,10 @@ def where(lines: Lines) -> str:
 
 
 def _feeds(lines: Lines) -> bool:
-    """Whether a thread is in code that feeds a device; generated code belongs to its caller."""
+    """Return True if a thread is in code that feeds a device.
+
+    Generated code counts as its caller.
+    """
     file, number, _ = next((line for line in lines if not _generated(line[0])), lines[0])
     if _package(file) not in FEEDING:
         return False
@@ -87,7 +89,7 @@ def _feeds(lines: Lines) -> bool:
 
 
 def _package(file: str) -> str:
-    """Return the room of this project, or the package, that a file belongs to; "" if none."""
+    """Return the top-level package that a file belongs to, or "" if there is none."""
     parts = Path(file).parts
     if _ours(file):
         return parts[len(ROOT.parts)]
@@ -96,12 +98,12 @@ def _package(file: str) -> str:
             return parts[parts.index(folder) + 1].removesuffix(".py")
     if file.startswith((_STDLIB, "<")):
         return ""
-    # A checkout of a package, wherever it is.
+    # The package may be imported from a source checkout at any path.
     return next((part for part in parts if part in FEEDING), "")
 
 
 def _generated(file: str) -> bool:
-    """Whether a compiler has written this code while the program ran."""
+    """Return True for code that a compiler generated at run time."""
     return "torchinductor_" in file or (file.startswith("<") and not file.startswith("<frozen"))
 
 

@@ -1,11 +1,11 @@
-"""Identity of a start: which processes were started together, and whether they hold a run folder.
+"""Identity of a start: the processes launched together, and whether they hold a run folder.
 
 A start is one launch of a training: a supervisor with its torchrun and ranks, one SLURM step, or a
-process alone. Its launcher names it in the environment (`START`). The lock of a run folder carries
+single process. Its launcher names it in the environment (`START`). The lock of a run folder carries
 the name of the start that holds it (`kimi_pretrain.reliability.run_lock`), and only processes of
-that start write there: what a refused or half-started one writes, the supervisor of a healthy run
-would take for its own. What they have to say before the lock is theirs goes to the private folder
-of their supervisor (`REPORTS`), and to stderr.
+that start write into the folder. Otherwise the supervisor of a healthy run would read the reports
+of a refused or incomplete start as its own. Until a start holds the lock, its processes write
+reports to the private folder of their supervisor (`REPORTS`) and to stderr.
 """
 
 import json
@@ -15,28 +15,28 @@ import time
 from pathlib import Path
 
 START = "KIMI_PRETRAIN_START"
-# Private to one supervisor; it has the shape of a run folder.
+# Private folder of one supervisor, with the layout of a run folder.
 REPORTS = "KIMI_PRETRAIN_REPORTS"
 LOCK = "lock"
 _JOINED = "joined_start"
-# How long a rank that fails early, and has no supervisor beside it, waits for rank 0's lock.
+# Time that a rank which fails early and has no supervisor waits for rank 0 to get the lock.
 LOCK_WAIT_S = 10.0
 
-_own: dict[int, str] = {}  # by process: forks are starts of their own
+_own: dict[int, str] = {}  # keyed by process: a fork is a separate start
 _joined: dict[int, str] = {}
 
 
 def start_id() -> str:
-    """Return the name of this process's start: rank 0's once joined, the launcher's, or its own."""
+    """Return the name of the start: rank 0's if joined, else the launcher's, else a random id."""
     pid = os.getpid()
     return _joined.get(pid) or os.environ.get(START) or _own.setdefault(pid, secrets.token_hex(8))
 
 
 def join_start(name: str) -> None:
-    """Take on the start of rank 0, with which this process shares a job now; tell the supervisor.
+    """Adopt the start of rank 0, which shares a job with this process; inform the supervisor.
 
-    It is another one where a rank was started by hand, or machines name their rendezvous in
-    different ways.
+    The names differ if a rank was started by hand, or if machines name their rendezvous
+    differently.
     """
     if name == start_id():
         return
@@ -48,7 +48,7 @@ def join_start(name: str) -> None:
 
 
 def joined_start(private: Path) -> str | None:
-    """Return the start that a supervisor's ranks have joined, if not the one that it named."""
+    """Return the start that a supervisor's ranks joined, or None if they kept its own start."""
     try:
         return (private / _JOINED).read_text()
     except FileNotFoundError:
@@ -56,25 +56,25 @@ def joined_start(private: Path) -> str | None:
 
 
 def holder(run_dir: Path) -> dict[str, object]:
-    """Return what the lock of a run folder says of its holder, alive or not; empty if nothing."""
+    """Return the holder entry of a run folder's lock, alive or not; empty if there is none."""
     try:
         values = json.loads((run_dir / LOCK).read_text())
-    except (OSError, ValueError):  # none, or the holder has not written it yet
+    except (OSError, ValueError):  # no lock file, or the holder has not written it yet
         return {}
     return values if isinstance(values, dict) else {}
 
 
 def holds(run_dir: Path, name: str | None = None) -> bool:
-    """Return whether a start, by default this one, was the last to lock a run folder."""
+    """Return True if a start (default: this start) was the last to lock a run folder."""
     return holder(run_dir).get("id") == (name or start_id())
 
 
 def report_base(run_dir: Path, wait: float = 0.0) -> Path | None:
-    """Return where this process may write its reports: the run folder, its supervisor's, or None.
+    """Return the folder for this process's reports: the run folder, its supervisor's, or None.
 
     Args:
-        wait: seconds in which rank 0 may still get the lock, where there is no supervisor and the
-            launcher has named the start.
+        wait: seconds to wait for rank 0 to get the lock, if there is no supervisor and the launcher
+            has named the start.
     """
     private, end = os.environ.get(REPORTS), time.monotonic() + wait
     while not holds(run_dir):

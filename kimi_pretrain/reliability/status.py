@@ -1,10 +1,10 @@
-"""`status.json` in the run folder: the state of a run, for people and for batch scripts.
+"""Reads and writes `status.json` in the run folder: the state of a run, for people and scripts.
 
     {"state": "stopped", "step": 120, "steps": 500, "reason": "signal SIGUSR1", "checkpoint": ...}
 
-"running", "stopped" (saved, more steps to do), "finished" (all steps done), or "failed", also for a
-run that was stopped and could not save. A killed rank writes nothing: the file then still says
-"running", and there is more to do.
+The state is "running", "stopped" (saved, more steps to do), "finished" (all steps done), or
+"failed". A run that was asked to stop and could not save is also "failed". A killed rank writes
+nothing, so the file still says "running" and the run can be resumed.
 """
 
 import json
@@ -20,13 +20,13 @@ log = logging.getLogger("kimi_pretrain.reliability.status")
 
 @dataclass(frozen=True)
 class Status:
-    """State of a run; see the module.
+    """State of a run; see the module docstring.
 
     Attributes:
-        step: steps done.
-        steps: that the run is to do, or most of them: `train.steps`, or fewer where it is known
-            exactly that a budget of tokens ends it; None as long as nobody knows.
-        checkpoint: the last one that is complete, as a path or URI.
+        step: number of completed steps.
+        steps: total number of steps: `train.steps`, or fewer if a token budget is known to end the
+            run earlier; None while unknown.
+        checkpoint: path or URI of the newest complete checkpoint.
     """
 
     state: Literal["running", "stopped", "finished", "failed"]
@@ -37,21 +37,21 @@ class Status:
 
 
 def write_status(run_dir: Path, status: Status) -> None:
-    """Write it so that a reader sees the old one or the new one, also where the disk is full.
+    """Write status.json atomically, even on a full disk.
 
     Raises:
-        OSError: it cannot be written; names the file.
+        OSError: the file cannot be written; names the file.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     write_whole(run_dir / "status.json", json.dumps(asdict(status)) + "\n", in_place=True)
 
 
 def read_status(run_dir: Path) -> Status | None:
-    """Return what a run folder says; None where no run has said anything.
+    """Return the status of a run folder, or None if it has no status.json.
 
     Raises:
-        ValueError: status.json is none, or torn; names it.
-        OSError: it cannot be read; names it.
+        ValueError: status.json is invalid or truncated; names the file.
+        OSError: the file cannot be read; names the file.
     """
     file = run_dir / "status.json"
     known, data = Status.__dataclass_fields__, read_patiently(file)
@@ -68,15 +68,15 @@ def read_status(run_dir: Path) -> Status | None:
 
 
 def mark_failed(run_dir: Path, reason: str) -> None:
-    """Note that a run ended by an error, keeping how far it had come.
+    """Mark a run as failed; keep its recorded progress.
 
-    Where that cannot be written it is logged: the error itself is worth more.
+    A write error is only logged, so that it does not hide the error that ended the run.
     """
     try:
         last = read_status(run_dir) or Status("failed")
     except ValueError:
         last = Status("failed")
-    except OSError as error:  # nor could it be written
+    except OSError as error:  # a write would fail, too
         log.warning("%s: %s", error.filename, error.strerror)
         return
     try:

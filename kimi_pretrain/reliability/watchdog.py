@@ -1,34 +1,35 @@
 """Watchdog: ends a hanging run within a bounded time and names the rank that caused the hang.
 
-A thread of each rank follows the main thread's step and phase (the phases of `kimi_pretrain.step`,
-and building, waiting for data, measuring, saving). `train.timeout_seconds` without a new phase is a
-hang. So no single phase may take longer: on a GPU the first backbone phase, which compiles kernels,
-sets the bound. In order of time:
+A thread of each rank follows the step and phase of the main thread (the phases of
+`kimi_pretrain.step`, and building, waiting for data, measuring, saving). `train.timeout_seconds`
+without a new phase is a hang, so no phase may take longer than that. On a GPU the first backbone
+phase compiles kernels and sets the lower bound of the timeout. In order of time:
 
-    4/5 of it   the rank writes its phase and stack to logs/stalled_rank_N.json, for the others, and
-                the stacks of all its threads to logs/stacks_rank_N.txt
-    all of it   it writes an exit report that names the rank at fault, judged by what all ranks
-                wrote, and exits with 75
+    4/5 of it   the rank writes its phase and stack to logs/stalled_rank_N.json, which other ranks
+                read, and the stacks of all its threads to logs/stacks_rank_N.txt
+    all of it   the rank reads what all ranks wrote, writes an exit report that names the rank at
+                fault, and exits with 75
 
-Of a large job only some ranks, spread over it, read what the others wrote: thousands of ranks that
-open thousands of files would take too long. Their exit ends the job; if all of them are gone, the
-other ranks exit a little later (`GRACE_S`) with their own state.
+In a large job only some ranks, spread over the job, read the files of all ranks; thousands of
+ranks that open thousands of files would take too long. Their exit ends the job. If all of these
+ranks are gone, the other ranks exit `GRACE_S` later and report only their own state.
 
-After a request to stop, the rank finishes its step and saves. If it cannot, because it waits for
-data and the store does not answer, it exits with 75: soon after INT or TERM, which a person sends
-(`STORE_S`), later after USR1, which a scheduler sends minutes ahead so that no step is lost
-(`SCHEDULERS_S`). Saves have the whole patience of the store.
+After a request to stop, the rank finishes its step and saves. If it waits for data and the store
+does not answer, it cannot finish and exits with 75. It does so soon (`STORE_S`) after INT or TERM,
+which a person sends, and later (`SCHEDULERS_S`) after USR1, which a scheduler sends minutes ahead
+so that no step is lost. Saves may use all the patience of the store.
 
-A rank that wrote nothing is stopped or dead, or works while others wait for it. Of those that
-wrote, one that does not wait for other ranks (`kimi_pretrain.reliability.stack_inspection`) is at
-fault; else those that stopped in the earliest phase. Only time in which this process runs counts: a
-job that a scheduler suspends continues afterwards, if the pause was shorter than the next limits.
+A rank that wrote nothing is stopped or dead, or works while others wait for it. Among the ranks
+that wrote, a rank that does not wait for other ranks is at fault
+(`kimi_pretrain.reliability.stack_inspection`). If all wait, the ranks in the earliest phase are.
+Only time in which this process runs counts: a job that a scheduler suspends continues afterwards,
+unless the pause exceeds one of the two limits below.
 
-Two slower clocks stand behind this one. Collectives have a timeout of their own (`backstop`). And C
-code that holds Python's lock stops all Python threads, this one included: so at every tick it
-re-arms faulthandler, a C thread, which writes all stacks and exits with 1 if it is not re-armed for
-long (`held_after`). Under torchrun it writes to logs/held_rank_N.txt, which
-`exit_report.first_exit_report` reads; else to stderr.
+Two slower timeouts back this one up. Collectives have their own timeout (`backstop`). C code that
+holds the GIL stops all Python threads, including this one. Therefore every tick re-arms
+faulthandler, a C thread, which writes all stacks and exits with 1 if it is not re-armed within
+`held_after`. Under torchrun it writes to logs/held_rank_N.txt, which
+`exit_report.first_exit_report` reads; otherwise it writes to stderr.
 """
 
 import faulthandler
@@ -57,45 +58,46 @@ from kimi_pretrain.reliability.stack_inspection import stack_of, waits, where
 from kimi_pretrain.reliability.start_identity import holds, report_base
 from kimi_pretrain.reliability.status import mark_failed
 
-EARLY = 0.8  # of the time, after which a rank says where it stands
-WRITING_S = 10.0  # that writing may take before the process ends anyway: the disk may hang, too
-READING_RANKS = 16  # ranks that read what all wrote; the others leave GRACE_S later
+EARLY = 0.8  # fraction of the timeout after which a rank writes its position
+WRITING_S = 10.0  # limit for writing before the process exits anyway: the disk may hang, too
+READING_RANKS = 16  # ranks that read all ranks' files; the others exit GRACE_S later
 GRACE_S = 10.0
-STORE_S = 4.0  # that a store may be silent for a rank that is told to stop
-SCHEDULERS_S = 60.0  # the same where a scheduler says so, and steps may be lost
-WORKERS_S = 30.0  # at least, for a step that the loader's processes fetch: their store is not seen
+STORE_S = 4.0  # allowed silence of a store once a rank is asked to stop
+SCHEDULERS_S = 60.0  # the same if a scheduler asks and steps may be lost
+WORKERS_S = 30.0  # minimum if loader processes fetch the step: their store traffic is not visible
 WAIT_FOR_DATA = "1 wait for data"
-_READERS = 32  # files at a time: on a shared file system each takes about a millisecond
-NAMED = 8  # ranks that a message lists
+_READERS = 32  # concurrent reads: each takes about a millisecond on a shared file system
+NAMED = 8  # most ranks that a message lists
 
 
 def backstop(seconds: float) -> float:
-    """Return the timeout of collectives for a watchdog's of `seconds`."""
+    """Return the collective timeout that goes with a watchdog timeout of `seconds`."""
     return seconds * 1.25 + GRACE_S + 15
 
 
 def held_after(seconds: float) -> float:
-    """Return after how long without a tick of the watching thread the process ends.
+    """Return the number of seconds without a watchdog tick after which the process ends.
 
-    Longer than that thread waits for a disk, and than the watchdogs of ranks that can still speak.
+    It exceeds the time the watchdog thread waits for a disk, and the timeouts of the other ranks'
+    watchdogs.
     """
     return seconds + GRACE_S + WRITING_S / 2
 
 
 def reads_reports(rank: int, world_size: int) -> bool:
-    """Whether a rank reads the others' files: all ranks of a small job do, some of a large one."""
+    """Return True if a rank reads the other ranks' files: all ranks of a small job, or a subset."""
     return rank % -(-world_size // READING_RANKS) == 0
 
 
 @dataclass(frozen=True)
 class Stall:
-    """Where a rank hangs.
+    """Position at which a rank hangs.
 
     Attributes:
-        step: that it is doing, counted from 1; 0 before the first.
-        seconds: without progress.
-        where: the line that its main thread is at, and the line of this project that led there.
-        waits: whether it is waiting for other ranks, or for its device.
+        step: the current step, counted from 1; 0 before the first step.
+        seconds: time without progress.
+        where: the main thread's line, and the line of this project that led there.
+        waits: True if the rank is waiting for other ranks or for its device.
     """
 
     rank: int
@@ -107,13 +109,13 @@ class Stall:
 
 
 class Watchdog:
-    """Watches this rank: `start`, `enter` at every phase, `stop` at the end.
+    """Watches this rank: call `start`, then `enter` at every phase, and `stop` at the end.
 
     Args:
-        seconds: without progress that are too many.
+        seconds: time without progress that counts as a hang.
         leave: ends the process with an exit code.
-        stop: returns why this rank was asked to stop, with the signal's name, or None.
-        workers: whether processes of the loader fetch the data.
+        stop: returns the reason of a stop request, including the signal's name, or None.
+        workers: True if loader processes fetch the data.
     """
 
     def __init__(
@@ -129,12 +131,12 @@ class Watchdog:
         self.run_dir, self.rank, self.world_size, self.seconds = run_dir, rank, world_size, seconds
         self._leave, self._reads, self._stop = leave, reads_reports(rank, world_size), stop
         self._workers = workers
-        self._step, self._place = 0, (0, 0, "start")  # moves so far, step, phase
+        self._step, self._place = 0, (0, 0, "start")  # number of phase changes, step, phase
         self._main = threading.main_thread().ident
         self._tick = min(1.0, seconds / 20)
         self._end = threading.Event()
-        self._stacks = 2  # file descriptor for the stacks of a process that is held
-        self._base: Path | None = None  # folder below which that file is
+        self._stacks = 2  # file descriptor for the stacks of a held process
+        self._base: Path | None = None  # folder that contains that file
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> "Watchdog":
@@ -145,17 +147,17 @@ class Watchdog:
         return self
 
     def joined(self) -> None:
-        """Note that this rank has joined its start, which holds the run folder by now."""
+        """Note that this rank has joined its start, which now holds the run folder."""
         self._open_stacks()
 
     def _open_stacks(self) -> None:
-        """Have stacks of a held process go where this start may write now."""
-        if "TORCHELASTIC_RUN_ID" not in os.environ:  # nobody reads the file
+        """Redirect the stacks of a held process to the folder that this start may write to now."""
+        if "TORCHELASTIC_RUN_ID" not in os.environ:  # no supervisor reads the file
             return
         with suppress(OSError):
             base = report_base(self.run_dir)
             if base is not None and base != self._base:
-                # The clock may still write into the former file: it stays open.
+                # faulthandler may still write to the former file, so it stays open.
                 self._stacks, former = open_held(base, self.rank), self._base
                 self._base = base
                 if former is not None:
@@ -178,8 +180,8 @@ class Watchdog:
         self._step = step
 
     def enter(self, phase: str) -> None:
-        """Record that a phase starts or resumes: this is progress."""
-        # One assignment: the watching thread sees all of it or nothing.
+        """Record that a phase starts or resumes, which counts as progress."""
+        # A single assignment is atomic for the watching thread.
         self._place = (self._place[0] + 1, self._step, phase)
 
     def progress(self, phase: str) -> Callable[[object], None]:
@@ -198,11 +200,11 @@ class Watchdog:
 
     def _look(self) -> None:
         seen, still, told, last = self._place, 0.0, False, time.monotonic()
-        asked = 0.0  # seconds since this rank was told to stop
+        asked = 0.0  # seconds since this rank was asked to stop
         while not self._end.wait(self._tick):
             self._wind()
             now, place = time.monotonic(), self._place
-            # A longer tick is time in which this process was stopped, or starved.
+            # A longer tick means that this process was suspended or starved.
             passed, last = min(now - last, 2 * self._tick), now
             asked = asked + passed if self._stop() else 0.0
             still = still + passed if place == seen else 0.0
@@ -225,7 +227,7 @@ class Watchdog:
                 _in_time(partial(self._tell, seen, still))
 
     def _tell(self, place: tuple[int, int, str], seconds: float) -> None:
-        """Write this rank's position for the other ranks, and its stacks for people."""
+        """Write this rank's position for the other ranks, and its stacks for the user."""
         base = report_base(self.run_dir)
         if base is None:
             return
@@ -239,10 +241,10 @@ class Watchdog:
             faulthandler.dump_traceback(stacks, all_threads=True)
 
     def _unanswered(self, place: tuple[int, int, str], asked: float, still: float) -> str | None:
-        """Say why this rank, told to stop so many seconds ago, cannot come to the end of its step.
+        """Return the reason why this rank cannot finish its step after a stop request, or None.
 
-        Only where the main thread depends on the store: before the first step, or without data for
-        so long since it was told, in this very wait (`still`).
+        This applies only while the main thread depends on the store: before the first step, or in a
+        wait for data that has lasted long enough since the request (`still`).
         """
         _, step, phase = place
         if step and phase != WAIT_FOR_DATA:
@@ -273,26 +275,26 @@ class Watchdog:
         message = stall_message(mine)
         write_exit_report(self.run_dir, self.rank, ExitReport(message, NO_PROGRESS))
         base = report_base(self.run_dir)
-        if self._reads and base is not None:  # which the file system may not let it do in time
+        if self._reads and base is not None:  # the file system may be too slow to finish this
             stalls = read_stalls(base, self.world_size)
             message = describe(mine, stalls, self.world_size)
             write_exit_report(self.run_dir, self.rank, ExitReport(message, NO_PROGRESS))
         print(f"error: {message}", file=sys.stderr, flush=True)
 
     def _stall(self, place: tuple[int, int, str], seconds: float) -> Stall:
-        # The frame of a running thread may go on while it is read; this is for people.
+        # The thread may run on while its frame is read; the result is only for people.
         lines = stack_of(sys._current_frames().get(self._main or 0))
         waiting = waits(lines, on_device=_on_device())
         return Stall(self.rank, place[1], place[2], seconds, where(lines), waiting)
 
 
 def stall_file(run_dir: Path, rank: int) -> Path:
-    """Return the file in which a hanging rank reports where it is."""
+    """Return the path of the file in which a hanging rank reports its position."""
     return run_dir / "logs" / f"stalled_rank_{rank}.json"
 
 
 def read_stalls(run_dir: Path, world_size: int) -> dict[int, Stall]:
-    """Return the reports of all hanging ranks."""
+    """Return the reports of all hanging ranks, keyed by rank."""
 
     def read(rank: int) -> Stall | None:
         try:
@@ -306,7 +308,7 @@ def read_stalls(run_dir: Path, world_size: int) -> dict[int, Stall]:
 
 
 def stall_message(mine: Stall) -> str:
-    """Return in one line where this rank hangs."""
+    """Return one line that says where this rank hangs."""
     return (
         f"no progress for {mine.seconds:.0f} s (train.timeout_seconds): rank {mine.rank} is in "
         f"{_at(mine.step, mine.phase)}, at {mine.where}"
@@ -318,9 +320,9 @@ def _at(step: int, phase: str) -> str:
 
 
 def describe(mine: Stall, stalls: Mapping[int, Stall], world_size: int) -> str:
-    """Return the line that ends a run: where this rank waits, and for whom.
+    """Return the line that ends a run: where this rank waits, and which ranks it waits for.
 
-    `stalls` are of the ranks that said where they stand, this one perhaps among them.
+    `stalls` holds the reports of all ranks that wrote one; this rank may be missing.
     """
     told = stall_message(mine)
     everyone = {**stalls, mine.rank: mine}
@@ -342,8 +344,9 @@ def describe(mine: Stall, stalls: Mapping[int, Stall], world_size: int) -> str:
 
 
 def suspects(stalls: Sequence[Stall]) -> list[Stall]:
-    """Return the ranks that hold up the others, when all said where they stand; none if all are
-    alike.
+    """Return the ranks that hold up the others, given the reports of all ranks.
+
+    The list is empty if all ranks wait in the same phase.
     """
     if busy := [stall for stall in stalls if not stall.waits]:
         return busy
@@ -357,21 +360,21 @@ def suspects(stalls: Sequence[Stall]) -> list[Stall]:
 
 
 def _on_device() -> bool:
-    """Whether this process computes on a CUDA device; does not import torch."""
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)  # it may be loading just now
+    """Return True if this process uses a CUDA device; does not import torch."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)  # torch may still be importing
     begun = getattr(cuda, "is_initialized", None)
     return begun is not None and begun()
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Return ranks as a message names them: not all of thousands."""
+    """Format ranks for a message; long lists are shortened."""
     listed = ", ".join(str(rank) for rank in ranks[:NAMED])
     more = f" and {len(ranks) - NAMED} others" if len(ranks) > NAMED else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}"
 
 
 def _in_time(work: Callable[[], None]) -> None:
-    """Call `work`, but wait no longer than WRITING_S: a hanging disk must not delay the exit."""
+    """Call `work`, but wait at most WRITING_S: a hanging disk must not delay the exit."""
 
     def try_it() -> None:
         with suppress(OSError):

@@ -1,9 +1,10 @@
-"""What `kimi-pretrain verify` compares, and what the ranks of its jobs do (`launch.verify` starts
-them): `result`, `fault`, `configs` and `shrink` serve both verifications.
+"""Comparisons of `kimi-pretrain verify`, and the work of the ranks that `launch.verify` starts.
 
-`verify dep`: `dep` is what its ranks do, `dep_files` and `routes` are the files they leave,
-`dep_compare` compares them, `dep_faults` are its faults.
+`result`, `fault`, `configs` and `shrink` serve both verifications.
 
-`verify resume`: `resume` is what its ranks do, `traces` reads what they leave, `resume_compare`
-compares it, `resume_faults` are its faults.
+`verify dep`: `dep` runs on the ranks, `dep_files` and `routes` define the files that they write,
+`dep_compare` compares the files, and `dep_faults` holds the faults.
+
+`verify resume`: `resume` runs on the ranks, `traces` reads their output, `resume_compare` compares
+it, and `resume_faults` holds the faults.
 """

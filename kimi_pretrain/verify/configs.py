@@ -1,12 +1,12 @@
-"""The configurations of the jobs that a verification compares. Pure.
+"""Builds the configs of the jobs that a verification compares. Pure.
 
-`verify dep`: the user's layout with the Decoupled Encoder Process, and a reference in one process
-with the encoder inside the graph: no exchange, no second forward, no parallelism. Both start from
-the same weights and take the same step of the same data.
+`verify dep` compares the user's layout with the Decoupled Encoder Process (DEP) to a reference in
+one process with the encoder inside the graph: no exchange, no second forward, no parallelism. Both
+start from the same weights and run the same step on the same data.
 
-`verify resume`: all jobs have the user's configuration but for its length and for where checkpoints
-go, so that nothing that looks at the length of the run (`train.steps`) can tell them apart: the job
-that is stopped ends because it is told to, not because it is shorter.
+`verify resume` gives all jobs the user's config except for the number of steps and the checkpoint
+location. The number of steps (`train.steps`) is equal in all jobs, so that nothing in a run can
+depend on it: the stopped job ends because it is asked to, not because it is shorter.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ from kimi_pretrain.parallel.layout import LayoutConfig
 
 
 def decoupled(config: Config) -> Config:
-    """Return the configuration of the job with DEP: the user's own, without prefetching."""
+    """Return the config of the job with DEP: the user's config without prefetching."""
     values = config.model_dump(mode="json")
     values["dep"]["placement"] = "decoupled"
     return parse_config(_without_prefetch(values), where="verify dep")
 
 
 def reference(config: Config) -> Config:
-    """Return the configuration of the reference: the same model and data, one process, no DEP."""
+    """Return the config of the reference: the same model and data, one process, no DEP."""
     values = config.model_dump(mode="json")
     plain = DepConfig(placement="colocated", max_patches_per_chunk=config.dep.max_patches_per_chunk)
     values["layout"] = LayoutConfig().model_dump(mode="json")
@@ -35,19 +35,19 @@ def reference(config: Config) -> Config:
 
 def _without_prefetch(values: dict[str, Any]) -> dict[str, Any]:
     values["data"] |= {"workers": 0, "prefetch_steps": 0}
-    values["train"]["threads"] = None  # set by the environment of each job
-    values["optim"]["deepspeed"] = None  # gradients are compared, which it would keep in shards
+    values["train"]["threads"] = None  # the environment of each job sets it
+    values["optim"]["deepspeed"] = None  # would shard the gradients, which are compared
     return values
 
 
 def resumable(config: Config, steps: int, stop: int) -> Config:
-    """Return the configuration of `verify resume`: so many steps, a checkpoint after the last.
+    """Return the config of `verify resume`, with this many steps and a checkpoint after the last.
 
-    How checkpoints are written stays as it is. Retention goes: the checkpoint of the stop is used
-    several times.
+    The other checkpoint settings are kept, except retention, because several runs use the
+    checkpoint of the stop.
 
     Raises:
-        ValueError: the stop is not inside the steps.
+        ValueError: there is no step before the stop or none after it.
     """
     if not 0 < stop < steps:
         raise ValueError(
@@ -61,15 +61,15 @@ def resumable(config: Config, steps: int, stop: int) -> Config:
 
 
 def saving_to(config: Config, place: str, **changes: object) -> Config:
-    """Return the configuration with its checkpoints elsewhere; `changes` of that section too."""
+    """Return the config with another checkpoint location; `changes` also apply to that section."""
     return config.replace(checkpoint=config.checkpoint.replace(place=place, **changes))
 
 
 def other_layout(config: Config) -> Config:
-    """Return the configuration in another layout: one process; or two, where it has one already.
+    """Return the config in another layout: one process, or two if it already has one.
 
     Raises:
-        ConfigError: it cannot be cut in two.
+        ConfigError: the config cannot be split into two.
     """
     values = config.model_dump(mode="json")
     plain = LayoutConfig()
@@ -85,10 +85,10 @@ def other_layout(config: Config) -> Config:
 
 
 def check_other_layout(config: Config, other: Config, overrides: Sequence[str]) -> None:
-    """Refuse `overrides` that give another layout that is none, or change more than the layout.
+    """Refuse `overrides` that keep the layout or change more than the layout.
 
     Raises:
-        ConfigError: with what to give.
+        ConfigError: names valid overrides.
     """
     wrong = [one for one in overrides if not one.startswith(("layout.", "dep."))]
     if wrong:

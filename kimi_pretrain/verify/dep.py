@@ -1,7 +1,7 @@
-"""What a rank of `kimi-pretrain verify dep` does: run steps, and leave the gradients in files.
+"""Runs the steps of one rank of `kimi-pretrain verify dep` and writes the gradients to files.
 
-The job with DEP writes down which experts its tokens chose; the reference follows it where a token
-is at a tie (`routes`). Updates are run only between steps; after the last one the weights stay, so
+The job with DEP records the experts that its tokens chose; the reference follows it where a token
+is at a tie (`routes`). Updates run only between steps. After the last step the weights are kept, so
 that the same step can be run again with a planted fault.
 """
 
@@ -29,7 +29,7 @@ from kimi_pretrain.verify.routes import RouteWatch, read_routes
 def run_steps(
     config: Config, folder: Path, steps: int, faults: Sequence[str], follow: str | None, ties: float
 ) -> None:
-    """Run one rank of a job, from the start of its processes to their end; see `take_steps`."""
+    """Run one rank of a job from process start to process end; see `take_steps`."""
     mesh = engine_mesh.start(config.layout, config.train.timeout_seconds)
     run = Run(config, mesh)
     take_steps(run, folder, steps, faults, None if follow is None else Path(follow), ties)
@@ -41,15 +41,15 @@ def run_steps(
 def take_steps(
     run: Run, folder: Path, steps: int, faults: Sequence[str], follow: Path | None, ties: float
 ) -> None:
-    """Run the steps and write what the comparison reads.
+    """Run the steps and write the files of the comparison.
 
     Args:
-        run: of a configuration from `configs.decoupled` or `configs.reference`.
-        folder: shared by the job's ranks; `clean/` and a folder for each fault go into it.
-        steps: to run; the gradients are of the last.
-        faults: names in `FAULTS`; the last step is run once more with each. A job that follows
-            another plants none: it runs the step once more along the routes of each.
-        follow: folder of the job whose routes are followed at ties; None: write one's own down.
+        run: run with a config from `configs.decoupled` or `configs.reference`.
+        folder: folder shared by the job's ranks, for `clean/` and one folder per fault.
+        steps: number of steps; the gradients are those of the last step.
+        faults: names in `FAULTS`; the last step is repeated with each fault. A job that follows
+            another job plants no fault: it repeats the step along the routes of each fault.
+        follow: folder of the job whose routes are followed at ties; None records the routes.
         ties: the largest margin of a tie.
     """
     job = _Job(run, folder, follow, ties)
@@ -68,14 +68,14 @@ def take_steps(
 
 
 class _Job:
-    """The steps of one rank of a job; arguments as in `take_steps`."""
+    """The steps of one rank of a job; for the arguments see `take_steps`."""
 
     def __init__(self, run: Run, folder: Path, follow: Path | None, ties: float):
         self._run, self._folder, self._follow, self._ties = run, folder, follow, ties
-        self._routes: dict[int, StepRoutes] = {}  # of the last time that each step was run
+        self._routes: dict[int, StepRoutes] = {}  # from the latest run of each step
 
     def step_with_update(self, number: int) -> float:
-        """Train for a step; returns its loss."""
+        """Train one step and return its loss."""
         batch = next(self._run.loader)
         report = self._step(batch, number, CLEAN)
         if report.skipped.size:
@@ -85,9 +85,9 @@ class _Job:
     def last_step(
         self, batch: StepBatch, losses: Sequence[float], name: str, vision: VisionPlan | None = None
     ) -> None:
-        """Run the last step, with the fault `name` if there is a plan to plant it in, and write it.
+        """Run the last step without its update, and write the results.
 
-        Its weights stay.
+        With a `vision` plan, the fault `name` is planted first.
         """
         with Replaced() as replaced:
             if vision is not None:
@@ -97,7 +97,7 @@ class _Job:
         self._write(report, losses, name)
 
     def _norm_only(self, loss_tokens: int, loss: float) -> UpdateReport:
-        """Stand in for the update: weights and gradients stay, only the norm is taken."""
+        """Replace the update: compute the norm and leave weights and gradients unchanged."""
         run = self._run
         (squares,) = run.mesh.sum([float(run.update.optimizer.grad_square_sum())])
         run.backbone.undo_routing_biases()
@@ -119,7 +119,7 @@ class _Job:
         return report
 
     def _write(self, report: StepReport, losses: Sequence[float], name: str) -> None:
-        """Write the gradients of the tensors that this rank owns, and on rank 0 the rest."""
+        """Write the gradients of this rank's own tensors; rank 0 also writes the facts."""
         run, vision, folder = self._run, report.vision, self._folder / name
         divisor = max(1, report.loss_tokens)
         mine = (
@@ -151,9 +151,9 @@ class _Job:
 
 
 def differing_copies(run: Run) -> list[str]:
-    """Return the tensors whose weights are not the same on all ranks that hold a copy.
+    """Return the tensors whose weights differ between ranks that hold a copy.
 
-    Likewise their summed gradients, where every rank has those (`optim.shard_state` is off).
+    Summed gradients are compared, too, if every rank has them (`optim.shard_state` is off).
     """
     found = run.update.differing(lambda tensor: tensor.data)
     if not run.config.optim.shard_state:

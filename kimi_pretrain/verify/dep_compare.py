@@ -1,8 +1,8 @@
-"""How far two runs of one training step are apart: gradients by parameter group, and counts. Pure.
+"""Compares two runs of one training step: gradients by parameter group, and counts. Pure.
 
-A parameter whose reference gradient is zero (an expert that no token chose) must be zero in the
-other run too. A group is judged by its worst parameter, so a fault in one small tensor is not lost
-in a large one.
+A parameter whose reference gradient is zero (an expert that no token chose) must also be zero in
+the other run. The worst parameter decides for its group, so that a large tensor cannot hide a fault
+in a small one.
 """
 
 import math
@@ -17,7 +17,7 @@ from torch import Tensor
 from kimi_pretrain.verify.result import Comparison, relative_error
 
 _LAYER = r"language_model\.model\.layers\.\d+\."
-# The first pattern that matches the whole name wins; the order is that of the table.
+# The first pattern that matches the whole name wins; the printed table has the same order.
 _GROUPS = {
     "vision patch embedding": r"vision_tower\.patch_embed\.proj\..+",
     "vision position table": r"vision_tower\.patch_embed\.pos_emb\..+",
@@ -34,20 +34,19 @@ _GROUPS = {
     "head": r"language_model\.lm_head\..+",
 }
 GROUPS = tuple(_GROUPS)
-COUNTS = ("loss_tokens", "vision_tokens", "items", "skipped_samples")  # of `StepFacts`
-_PIECE = 1 << 24  # elements compared at a time: fp64 copies of a whole embedding would be gigabytes
+COUNTS = ("loss_tokens", "vision_tokens", "items", "skipped_samples")  # fields of `StepFacts`
+_PIECE = 1 << 24  # elements compared at a time: fp64 copies of a whole embedding take gigabytes
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The largest relative errors that rounding explains.
+    """The largest relative errors that rounding can explain.
 
     Attributes:
-        matrices: of the gradient of a matrix, of the gradient norm and of the losses.
-        vectors: of the gradient of a bias or of a norm's gain: sums over all tokens in which most
-            cancels, so that in bfloat16 what is left is coarse.
-        ties: of a router's scores: experts whose scores are no further apart are chosen by
-            rounding.
+        matrices: for gradients of matrices, for the gradient norm and for losses.
+        vectors: for gradients of biases and norm gains. These are sums over all tokens in which
+            most terms cancel, so the remainder is coarse in bfloat16.
+        ties: for router scores: rounding decides between experts whose scores are this close.
     """
 
     matrices: float
@@ -55,8 +54,9 @@ class Tolerance:
     ties: float
 
 
-# By the coarsest type on the way. Measured on small models: 1.1e-15, 1.1e-6; in bfloat16 4.5e-3
-# of a matrix and 5.8e-2 of a vector. Megatron-Core takes a router's scores in float32 at most.
+# Keyed by the coarsest dtype involved. Errors measured on small models: 1.1e-15, 1.1e-6; in
+# bfloat16 4.5e-3 for a matrix and 5.8e-2 for a vector. Router scores are at most float32 in
+# Megatron-Core.
 TOLERANCES = {
     "float64": Tolerance(1e-10, 1e-10, 5e-7),
     "float32": Tolerance(1e-5, 1e-5, 1e-5),
@@ -65,7 +65,7 @@ TOLERANCES = {
 
 
 class GradientDifference(NamedTuple):
-    """One parameter's gradient in both runs; `vector`: it has one dimension."""
+    """One parameter's gradient in both runs; `vector` is True if it has one dimension."""
 
     error: float
     found_norm: float
@@ -75,60 +75,60 @@ class GradientDifference(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupDifference:
-    """The parameters of one group in both runs; its error is that of its worst parameter."""
+    """Difference of one parameter group; its error is the error of its worst parameter."""
 
     group: str  # one of `GROUPS`
-    parameters: int  # how many
-    zero: int  # how many of them have a reference gradient of zero
-    error: float  # of the parameter that is worst against its tolerance
-    worst: str  # its name
-    norm_ratio: float  # norm of the group's gradient / of the reference's; 1.0 if both are zero
+    parameters: int  # number of parameters
+    zero: int  # number of parameters with a reference gradient of zero
+    error: float  # error of the worst parameter, which is chosen relative to its tolerance
+    worst: str  # name of the worst parameter
+    norm_ratio: float  # gradient norm of the group / norm in the reference; 1.0 if both are zero
     passed: bool  # every parameter is within the tolerance
     vector: bool = False  # the worst parameter has one dimension
 
 
 @dataclass(frozen=True)
 class StepRoutes:
-    """How a run's choices of experts compare with the reference's, in one step."""
+    """Comparison of a run's expert choices with the reference, in one step."""
 
     step: int  # counted from 1
-    tokens: int  # that were sent to experts in each layer, without padding
-    at_ties: int  # that chose others at a tie; there the reference followed the run
-    wrong: int  # that chose others where rounding does not explain it
-    first_wrong: str | None = None  # in words
+    tokens: int  # tokens routed in each layer, without padding
+    at_ties: int  # tokens with a different choice at a tie, where the reference followed the run
+    wrong: int  # tokens with a different choice that rounding cannot explain
+    first_wrong: str | None = None  # description of the first wrong token
 
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What a run reports of the step, apart from gradients; see `StepReport`."""
+    """Results of a step apart from gradients; see `StepReport`."""
 
-    losses: Sequence[float]  # of each step that was run; the gradients are of the last
-    grad_norm: float  # of the last step's divided gradient, over encoder and backbone
+    losses: Sequence[float]  # loss of each step; the gradients are those of the last step
+    grad_norm: float  # norm of the last step's divided gradient, over encoder and backbone
     loss_tokens: int
     vision_tokens: int
     items: int
     skipped_samples: int
-    differing: Sequence[str] = ()  # tensors whose copies are not the same on all ranks with one
-    routes: tuple[StepRoutes, ...] = ()  # of each step, if this run followed another's
+    differing: Sequence[str] = ()  # tensors whose copies differ between ranks
+    routes: tuple[StepRoutes, ...] = ()  # for each step, if this run followed another run
 
 
 @dataclass(frozen=True)
 class StepComparison(Comparison):
-    """Two runs of a step compared."""
+    """Comparison of two runs of a step."""
 
     tolerance: Tolerance
     groups: tuple[GroupDifference, ...]
-    loss_errors: tuple[float, ...]  # relative, of each step
-    grad_norm_error: float  # relative, of the global norm
-    counts: Mapping[str, tuple[int, int]]  # name -> (found, reference) of what must be equal
+    loss_errors: tuple[float, ...]  # relative error of each step's loss
+    grad_norm_error: float  # relative error of the global norm
+    counts: Mapping[str, tuple[int, int]]  # name -> (found, reference), which must be equal
     missing: tuple[str, ...]  # parameters that only the reference has
     extra: tuple[str, ...]  # parameters that only the run has
-    differing: tuple[str, ...]  # as in `StepFacts`, of either run
-    routes: tuple[StepRoutes, ...] = ()  # of each step, from the reference
+    differing: tuple[str, ...]  # as in `StepFacts`, from either run
+    routes: tuple[StepRoutes, ...] = ()  # for each step, from the reference
 
     @property
     def passed(self) -> bool:
-        """Whether the two runs are the same but for rounding. Nothing compared is no pass."""
+        """True if the runs agree up to rounding; an empty comparison does not pass."""
         errors = (*self.loss_errors, self.grad_norm_error)
         return (
             bool(self.groups)
@@ -141,10 +141,10 @@ class StepComparison(Comparison):
 
 
 def group_of(name: str) -> str:
-    """Return the parameter group of a tensor of the checkpoint.
+    """Return the parameter group of a checkpoint tensor.
 
     Raises:
-        ValueError: the name belongs to none.
+        ValueError: the name belongs to no group.
     """
     for group, pattern in _GROUPS.items():
         if re.fullmatch(pattern, name):
@@ -158,14 +158,15 @@ def group_of(name: str) -> str:
 def difference(found: Tensor, reference: Tensor) -> GradientDifference:
     """Compare one parameter's gradients, of any dtypes, in fp64.
 
-    The error is the norm of the difference / norm of the reference: 0 where both are zero, infinite
-    where only the reference is, or where the shapes differ; NaN where a gradient is not finite.
+    The error is the norm of the difference divided by the norm of the reference. It is 0 if both
+    are zero, infinite if only the reference is zero or the shapes differ, and NaN if a gradient is
+    not finite.
     """
     found_norm, reference_norm = _norm(found), _norm(reference)
     if found.shape != reference.shape:
         error = math.inf
     elif reference_norm == 0:
-        error = math.inf if found_norm > 0 else found_norm  # 0, or NaN as it came
+        error = math.inf if found_norm > 0 else found_norm  # 0, or NaN passed through
     else:
         error = _norm(found, reference) / reference_norm
     return GradientDifference(error, found_norm, reference_norm, reference.dim() < 2)
@@ -181,10 +182,10 @@ def compare(
     """Compare two runs of the same step.
 
     Args:
-        found, reference: divided gradients by checkpoint name; read one at a time, so that a
-            mapping may fetch them from files.
-        found_facts, reference_facts: the rest.
-        tolerance: what rounding explains.
+        found, reference: divided gradients by checkpoint name. They are read one at a time, so a
+            mapping may load them from files.
+        found_facts, reference_facts: the other results.
+        tolerance: errors that rounding explains.
     """
     members: dict[str, dict[str, GradientDifference]] = {group: {} for group in GROUPS}
     for name in sorted(set(found) & set(reference)):
@@ -206,17 +207,17 @@ def compare(
 
 
 def tolerance_for(train_dtype: str, exchange_dtype: str, steps: int = 1) -> Tolerance:
-    """Return what rounding explains.
+    """Return the errors that rounding explains.
 
     Args:
         train_dtype: `train.dtype`.
-        exchange_dtype: `dep.exchange_dtype`; "model" is the same as `train_dtype`.
-        steps: that were run. Each update carries the rounding of the gradients before it into the
-            weights, and Newton-Schulz lifts what is small in a gradient: ten times as much is
-            allowed after updates.
+        exchange_dtype: `dep.exchange_dtype`; "model" equals `train_dtype`.
+        steps: number of steps. Each update carries the rounding of earlier gradients into the
+            weights, and Newton-Schulz amplifies small parts of a gradient. The tolerance after
+            updates is therefore ten times as large.
 
     Raises:
-        ValueError: after updates, rounding to bfloat16 is no smaller than a fault.
+        ValueError: after updates, rounding to bfloat16 is as large as a fault.
     """
     exchanged = train_dtype if exchange_dtype == "model" else exchange_dtype
     coarsest = next(name for name in reversed(TOLERANCES) if name in (train_dtype, exchanged))
@@ -253,7 +254,7 @@ def _summary(
 
 
 def _norm(x: Tensor, minus: Tensor | None = None) -> float:
-    """Return the norm of `x`, or of `x - minus`, in fp64, piece by piece."""
+    """Return the norm of `x`, or of `x - minus`, in fp64, computed piece by piece."""
     pieces = (part.double() for part in x.reshape(-1).split(_PIECE))
     if minus is not None:
         others = minus.reshape(-1).split(_PIECE)

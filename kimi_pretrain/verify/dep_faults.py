@@ -1,7 +1,7 @@
 """Faults that `verify dep` must find, planted in one run's objects for one step.
 
-Each is of a kind that has happened to systems of this sort silently: the step runs on, and most of
-them leave the loss as it is.
+Each kind of fault has occurred silently in systems of this sort: the step continues, and most
+faults leave the loss unchanged.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from kimi_pretrain.dep.vision_plan import Ints, VisionPlan, runs
 from kimi_pretrain.verify.fault import Fault, Replaced, register
 from kimi_pretrain.verify.routes import Replay, TopK
 
-if TYPE_CHECKING:  # listing the faults' names does not load the engine
+if TYPE_CHECKING:  # listing the names of the faults must not load the engine
     from kimi_pretrain.engine.backbone import BackboneResult
     from kimi_pretrain.engine.microbatch import Microbatch
     from kimi_pretrain.run import Run
@@ -30,32 +30,32 @@ _fault = partial(register, FAULTS)
 def _next_best(
     scores_TE: Tensor, k: int, groups: Any, take: Any, topk: TopK
 ) -> tuple[Tensor, Tensor]:
-    """Choose experts as the router does; one token in 16 takes the next best for its last."""
+    """Choose as the router does; one token in 16 takes the next best expert as its last."""
     chosen_TK = topk(scores_TE, k, groups, take)[1].clone()
     chosen_TK[::16] = scores_TE[::16].topk(k + 1, dim=1).indices[:, [*range(k - 1), k]]
     return scores_TE.gather(1, chosen_TK), chosen_TK
 
 
 def _with_routers(run: "Run") -> list[int]:
-    """Return the ranks that hold routers; a collective call."""
+    """Return the ranks that hold routers; collective."""
     held: list[Any] = run.mesh.all_gather_object(any(True for _ in run.backbone.routers()))
     return [rank for rank, holds in enumerate(held) if holds]
 
 
 def _smallest(vision: VisionPlan) -> int:
-    """Return the item of the fewest tokens: the hardest to miss."""
+    """Return the item with the fewest tokens, whose loss is the hardest to detect."""
     return int(vision.tokens.argmin())
 
 
 def _places(vision: VisionPlan, rank: int, microbatch: int, item: int) -> Ints:
-    """Return where an item's tokens go in a microbatch of a first-stage rank."""
+    """Return the positions of an item's tokens in a microbatch of a first-stage rank."""
     spans = vision.received_by(rank)
     spans = spans[(spans.item == item) & (spans.microbatch == microbatch)]
     return runs(spans.position, spans.count)
 
 
 def _neighbours(vision: VisionPlan) -> tuple[int, int, list[int]] | None:
-    """Return a rank, one of its microbatches, and two items that it has side by side there."""
+    """Return a rank, one of its microbatches, and two adjacent items in it, or None."""
     for rank in range(vision.num_ranks):
         spans = vision.received_by(rank)
         spans = spans[np.lexsort((spans.position, spans.microbatch))]
@@ -68,22 +68,22 @@ def _neighbours(vision: VisionPlan) -> tuple[int, int, list[int]] | None:
 def _arriving(
     replaced: Replaced, run: "Run", places: Callable[[int], Ints], change: "_Change"
 ) -> None:
-    """Change what arrives for a microbatch between its leaf and the backbone, inside the graph.
+    """Change received embeddings inside the graph, between a microbatch's leaf and the backbone.
 
-    Here all have it that do not encode in the graph, however it came: by the exchange, or one by
-    one while the pipeline runs.
+    Every configuration that does not encode in the graph has embeddings at this point, whether they
+    arrive by the exchange or one by one while the pipeline runs.
 
     Args:
-        places: number of a microbatch -> its places to be changed, on this rank.
-        change: embeddings [tokens, hidden], and the rows of these places in their order ->
-            embeddings.
+        places: maps the number of a microbatch to the positions to change on this rank.
+        change: maps embeddings [tokens, hidden] and the rows of these positions, in order, to
+            changed embeddings.
     """
     train_step = run.backbone.train_step
 
     def changing(microbatches: "list[Microbatch]", aux_scale: float) -> "BackboneResult":
         for number, microbatch in enumerate(microbatches):
             if len(there := places(number)):
-                # The leaf may not be there before the microbatch's turn.
+                # The leaf may not exist before the microbatch is due.
                 microbatch.media = partial(changed, microbatch, there)
         return train_step(microbatches, aux_scale)
 
@@ -127,7 +127,7 @@ def _no_choice(run: "Run", vision: VisionPlan) -> str | None:
 
 @_fault("the encoder gradients of one chunk of one rank are counted twice", _not_trained)
 def _doubled_gradient(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
-    """Double the gradient of what the encoder first computes with a graph; in bubbles a unit."""
+    """Double the gradient of the encoder's first output with a graph; in bubbles, of one unit."""
     projector, rank = run.encoder.module.mm_projector, int(vision.shares.rank.min())
     project, doubled = projector.forward, list[bool]()
 
@@ -135,7 +135,7 @@ def _doubled_gradient(replaced: Replaced, run: "Run", vision: VisionPlan) -> Non
         output = project(*args)
         if output.requires_grad and not doubled:
             doubled.append(True)
-            output.register_hook(lambda gradient: 2.0 * gradient)  # linear: all of them count twice
+            output.register_hook(lambda gradient: 2.0 * gradient)  # linear: doubles all of them
         return output
 
     if run.mesh.rank == rank:
@@ -146,7 +146,7 @@ def _doubled_gradient(replaced: Replaced, run: "Run", vision: VisionPlan) -> Non
 def _lost_item(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
     def lose(embeddings: Tensor, rows: Tensor) -> Tensor:
         lost = embeddings[rows]
-        return embeddings.index_copy(0, rows, lost - lost.detach())  # the gradient comes back
+        return embeddings.index_copy(0, rows, lost - lost.detach())  # the gradient still returns
 
     _arriving(replaced, run, partial(_places, vision, run.mesh.rank, item=_smallest(vision)), lose)
 
@@ -167,7 +167,7 @@ def _lost_gradient(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
     ),
 )
 def _swapped_items(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
-    """Swap both ways, so that the gradients fit what was seen: only the pictures are wrong."""
+    """Swap in both directions, so that gradients match the swapped input: only images are wrong."""
     pair = _neighbours(vision)
     assert pair is not None
     where, which, items = pair
@@ -186,7 +186,7 @@ def _swapped_items(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
 
 @_fault("the loss of one replica is divided by its own tokens instead of everyone's", _one_replica)
 def _wrong_divisor(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
-    """Weight the last replica's loss by (all loss tokens / its own); the reported loss is right."""
+    """Scale the last replica's loss by (all loss tokens / its own); the reported loss is right."""
     mesh, train_step = run.mesh, run.backbone.train_step
 
     def weighing(microbatches: "list[Microbatch]", aux_scale: float) -> "BackboneResult":
@@ -198,7 +198,7 @@ def _wrong_divisor(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
         if mesh.replica != mesh.num_replicas - 1:
             return train_step(microbatches, aux_scale)
         dtype = torch.float64 if run.encoder.dtype == torch.float64 else torch.float32
-        for m in microbatches:  # not copies: these are given their media in their turn
+        for m in microbatches:  # modified in place: these objects receive their media later
             if m.loss_mask is not None:
                 m.loss_mask = m.loss_mask.to(dtype) * factor
         result = train_step(microbatches, aux_scale)
@@ -223,7 +223,7 @@ def _unequal_sums(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
 @_fault(
     "one token in 16 of one rank's last router goes to the expert after the best ones",
     _no_choice,
-    own_reference=True,  # it must not follow the wrong choice
+    own_reference=True,  # the reference must not follow the wrong choice
 )
 def _wrong_expert(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
     routers = [router for _, router in run.backbone.routers()]

@@ -1,11 +1,11 @@
-"""The files that the jobs of `verify dep` leave: written by their ranks, read to be compared.
+"""Files that the ranks of `verify dep` write and the comparison reads.
 
-FOLDER/clean/    of the step without a fault; FOLDER/FAULT/ of the step with one
-  facts.json                     losses, counts and the vision plan, or why there is no such fault
-  gradients_RANK_N.safetensors   of the tensors that a rank owns
+FOLDER/clean/    the step without a fault; FOLDER/FAULT/ for the step with a fault
+  facts.json                     losses, counts and the vision plan, or why a fault is impossible
+  gradients_RANK_N.safetensors   gradients of the tensors that a rank owns
 
-Nothing is gathered: a tensor goes from the rank that owns it into one of that rank's files, a few
-hundred megabytes at a time, and is read back alone.
+Nothing is gathered. Each rank writes the tensors that it owns into files of a few hundred
+megabytes, and tensors are read back one at a time.
 """
 
 import json
@@ -37,9 +37,9 @@ def write_gradients(
     """Write one rank's gradients as `gradients_RANK_NUMBER.safetensors`.
 
     Args:
-        folder: shared by the ranks of a job; created if missing.
-        rank: of the writer.
-        gradients: name and tensor, produced one at a time; names differ over all ranks.
+        folder: folder shared by the ranks of a job; created if missing.
+        rank: rank of the writer.
+        gradients: name and tensor, produced one at a time; names are unique over all ranks.
         limit: bytes after which a file is closed.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -56,7 +56,7 @@ def write_gradients(
 
 
 class GradientFiles(Mapping[str, Tensor]):
-    """The gradients that all ranks wrote into a folder; a tensor is read when it is accessed.
+    """Gradients that all ranks wrote into a folder; a tensor is read when it is accessed.
 
     Raises:
         ValueError: two files hold the same name.
@@ -66,7 +66,7 @@ class GradientFiles(Mapping[str, Tensor]):
         self._file_of: dict[str, Path] = {}
         for file in sorted(folder.glob("gradients_*.safetensors")):
             with safe_open(file, framework="pt") as content:
-                for name in content.keys():  # noqa: SIM118 (it is no mapping)
+                for name in content.keys():  # noqa: SIM118 (not a mapping)
                     if name in self._file_of:
                         raise ValueError(f"{name} is in {self._file_of[name]} and in {file}")
                     self._file_of[name] = file
@@ -83,10 +83,10 @@ class GradientFiles(Mapping[str, Tensor]):
 
 
 def read_facts(folder: Path) -> tuple[StepFacts, dict[str, Any]] | str:
-    """Return what a job reports of a step and of its vision plan, or why a fault was not planted.
+    """Return a job's facts of a step and its vision plan, or why a fault was not planted.
 
     Raises:
-        FileNotFoundError: the job never came so far.
+        FileNotFoundError: the job ended before it wrote the facts.
     """
     content = json.loads((folder / FACTS).read_text())
     if "obstacle" in content:
@@ -96,7 +96,7 @@ def read_facts(folder: Path) -> tuple[StepFacts, dict[str, Any]] | str:
 
 
 def compare_jobs(dep: Path, reference: Path, tolerance: Tolerance, faults: Sequence[str]) -> Result:
-    """Compare what the job with DEP and the reference left in their folders."""
+    """Compare the files of the job with DEP and of the reference."""
 
     def compared(name: str) -> StepComparison | str:
         found = read_facts(dep / name)

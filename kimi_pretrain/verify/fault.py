@@ -1,6 +1,6 @@
-"""Faults that a verification plants in a run, to see that it finds them.
+"""Plants faults in a run, to show that a verification finds them.
 
-The code that trains knows nothing of them: methods and values of one run's objects are replaced
+The training code does not know about faults: methods and values of one run's objects are replaced
 from outside.
 """
 
@@ -9,11 +9,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Generic, TypeVarTuple
 
-Place = TypeVarTuple("Place")  # what a fault is planted in, such as (run, vision plan)
+Place = TypeVarTuple("Place")  # the objects that receive the fault, such as (run, vision plan)
 
 
 class Replaced(ExitStack):
-    """Attributes of objects that are replaced until this context ends."""
+    """Attributes of objects that are replaced until this context exits."""
 
     def put(self, owner: object, name: str, by: object) -> None:
         """Replace an attribute or method of this one object; replacements may nest."""
@@ -30,11 +30,12 @@ class Fault(Generic[*Place]):
     """A fault that can be planted.
 
     Attributes:
-        what: goes wrong, in a sentence.
-        obstacle: why this run cannot have it, or None; the same on every rank, all of which ask.
-        plant: puts it into the run of this rank; called on every rank.
-        own_reference: the run with it is compared with a reference that was made for it, not with
-            that of the run without a fault.
+        what: the defect, in one sentence.
+        obstacle: returns why this run cannot have the fault, or None. Every rank calls it, and the
+            result is the same on every rank.
+        plant: plants the fault in the run of this rank; called on every rank.
+        own_reference: compare the run with a reference made for this fault, rather than with the
+            reference of the run without a fault.
     """
 
     what: str
@@ -47,7 +48,7 @@ def register(
     faults: dict[str, Fault[*Place]], what: str, obstacle: Callable[[*Place], str | None],
     *, own_reference: bool = False,
 ) -> Callable[[Callable[[Replaced, *Place], None]], None]:  # fmt: skip
-    """Return a decorator that adds a fault to `faults`; `_lost_item` plants "lost-item"."""
+    """Return a decorator that adds a fault to `faults`; `_lost_item` becomes "lost-item"."""
 
     def add(plant: Callable[[Replaced, *Place], None]) -> None:
         name = plant.__name__.strip("_").replace("_", "-")

@@ -1,4 +1,4 @@
-"""What every verification finds: a comparison, what became of planted faults, the verdict. Pure."""
+"""Result of a verification: a comparison, outcomes of planted faults, and the verdict. Pure."""
 
 import math
 from collections.abc import Mapping
@@ -8,11 +8,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs compared; the fields of each kind are its own."""
+    """Comparison of two runs; each kind adds its own fields."""
 
     @property
     def passed(self) -> bool:
-        """Whether the runs are the same. Nothing compared is no pass."""
+        """True if the runs are the same; an empty comparison does not pass."""
         raise NotImplementedError
 
     def as_dict(self) -> dict[str, Any]:
@@ -20,23 +20,23 @@ class Comparison:
         return {"passed": self.passed, **_plain(asdict(self))}
 
 
-Outcome = Comparison | str  # of a planted fault; a string: why it could not be planted
+Outcome = Comparison | str  # outcome of a planted fault; a string says why it was not planted
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a verification found."""
+    """Result of a verification."""
 
     comparison: Comparison  # of the runs without a fault, or with the fault `planted`
     faults: Mapping[str, Outcome] = field(default_factory=dict[str, Outcome])
-    # Name -> comparison that must pass too; None: it was not requested.
+    # Name -> further comparison that must pass, or None if it was not requested.
     further: Mapping[str, Comparison | None] = field(default_factory=dict[str, Comparison | None])
-    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])  # what was run, plain values
+    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])  # description of the runs
     planted: str | None = None
 
     @property
     def passed(self) -> bool:
-        """Whether nothing differs, and every fault that could be planted was found."""
+        """True if nothing differs and every planted fault was found."""
         if self.planted is not None:
             return self.comparison.passed
         further = (one.passed for one in self.further.values() if one is not None)
@@ -47,7 +47,7 @@ class Result:
         """Return the result as if the run with a fault were the run to verify.
 
         Raises:
-            ValueError: the fault could not be planted in this run.
+            ValueError: the fault cannot be planted in this run.
         """
         outcome = self.faults[fault]
         if isinstance(outcome, str):
@@ -58,8 +58,8 @@ class Result:
         """Return plain values for JSON.
 
         Returns:
-            passed; comparison; faults: name -> {found, comparison} or {obstacle}; "planted" only
-            after `with_fault`; `further` and `facts` by their names.
+            "passed"; "comparison"; "faults": name -> {found, comparison} or {obstacle}; "planted"
+            only after `with_fault`; `further` and `facts` under their names.
         """
         values = {"passed": self.passed, "comparison": self.comparison.as_dict()}
         values |= {name: one and one.as_dict() for name, one in self.further.items()}
@@ -70,13 +70,13 @@ class Result:
     def _outcome(self, outcome: Outcome) -> dict[str, Any]:
         if isinstance(outcome, str):
             return {"obstacle": outcome}
-        # Where the clean run differs, a fault would be "found" whether it is there or not.
+        # If the clean run differs, every fault would count as found.
         found = self.comparison.passed and not outcome.passed
         return {"found": found, "comparison": outcome.as_dict()}
 
 
 def relative_error(found: float, reference: float) -> float:
-    """Return |found - reference| / |reference|; 0 where both are zero."""
+    """Return |found - reference| / |reference|; 0 if both are zero."""
     if reference == 0:
         return 0.0 if found == 0 else math.inf
     return abs(found - reference) / abs(reference)

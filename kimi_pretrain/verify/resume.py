@@ -1,12 +1,12 @@
-"""What a rank of `kimi-pretrain verify resume` does: train, watched, and again with each fault.
+"""Trains on one rank of `kimi-pretrain verify resume` under observation, then with each fault.
 
-To start processes takes longer than a run of a few steps, and new ones matter only for the run
-without faults. So the runs with faults follow it in the same processes: each by the same `train`,
-in a folder and a place of its own, from the checkpoint of the run that was stopped.
+Starting processes takes longer than a run of a few steps, and only the run without faults needs new
+processes. So the runs with faults follow in the same processes. Each uses the same `train`, a
+separate folder and checkpoint location, and the checkpoint of the stopped run.
 
-A watched run is not changed. Before each step the hash of its plan is written, before the first
-step after the stop also hashes of its whole state. It can get the signal of a scheduler that wants
-the machine back, in the middle of a step, as `kill -USR1` would send it.
+Observation does not change a run. Before each step the hash of its plan is written; before the
+first step after the stop, hashes of the whole state are written, too. In the middle of a step the
+run can receive the signal of a scheduler that wants the machine back, as from `kill -USR1`.
 """
 
 import json
@@ -35,18 +35,18 @@ def run_training(
     config: Config, folder: Path, resume: str | None, asked: Callable[[], str | None], *,
     stop: int, interrupt: bool, faults: Sequence[str], runs: str, place: str,
 ) -> None:  # fmt: skip
-    """Train as a user's run does, watched; then once with each fault.
+    """Train as a user's run does, under observation; then once with each fault.
 
     Args:
-        config: of the run; says where the checkpoints of the stopped run are.
-        folder: of the run.
+        config: config of the run; names the checkpoint location of the stopped run.
+        folder: folder of the run.
         resume: as in `train`.
-        asked: why this process was asked to stop, or None.
+        asked: returns why this process was asked to stop, or None.
         stop: step after which a run of the comparison is stopped.
-        interrupt: this is the run that is stopped; its last rank gets USR1 in step `stop`.
+        interrupt: True for the run that is stopped; its last rank gets USR1 in step `stop`.
         faults: names in `RESUME_FAULTS`.
-        runs: folder of the runs with faults: FAULT/, and `UNINTERRUPTED` for its own reference.
-        place: of their checkpoints, likewise.
+        runs: folder of the runs with faults: FAULT/, and `UNINTERRUPTED` for a fault's reference.
+        place: location of their checkpoints, with the same subfolders.
     """
     with Replaced() as replaced:
         if faults:
@@ -63,11 +63,11 @@ def run_training(
             again = saving_to(config, f"{place}/{name}")
             _train(again, Path(runs, name), start, stop, fault)
     if faults:
-        engine_mesh.stop()  # not after an error, when other ranks may be in a collective
+        engine_mesh.stop()  # not after an error, because other ranks may be in a collective
 
 
 def _keep_mesh(replaced: Replaced, config: Config) -> None:
-    """Start the mesh that every `train` starts and stops, and keep it for all of them."""
+    """Start a mesh and keep it for all calls of `train`, which would each start and stop one."""
     mesh = engine_mesh.start(config.layout, backstop(config.train.timeout_seconds))
     replaced.put(engine_mesh, "start", lambda layout, timeout_seconds=0.0: mesh)
     replaced.put(engine_mesh, "stop", lambda: None)
@@ -77,7 +77,7 @@ def _train(
     config: Config, folder: Path, resume: str | None, stop: int, fault: Fault[Run] | None = None,
     *, asked: Callable[[], str | None] = lambda: None, interrupt: bool = False,
 ) -> None:  # fmt: skip
-    """Train; a run that cannot have the fault ends before its first step and writes why."""
+    """Train; a run that cannot have the fault ends before its first step and writes the reason."""
     obstacle: str | None = None
 
     def prepare(run: Run) -> None:
@@ -85,7 +85,7 @@ def _train(
         obstacle = fault.obstacle(run) if fault else None
         if obstacle is None:
             if fault:
-                fault.plant(Replaced(), run)  # for good: the run is thrown away
+                fault.plant(Replaced(), run)  # permanent: this run is discarded afterwards
             watch(run, folder, stop, interrupt=interrupt)
         elif run.mesh.rank == 0:
             (folder / OBSTACLE).write_text(obstacle)
@@ -94,7 +94,7 @@ def _train(
 
 
 def watch(run: Run, folder: Path, stop: int, *, interrupt: bool = False) -> None:
-    """Watch the steps of a run from now on; called on every rank, rank 0 writes into `folder`."""
+    """Observe the following steps of a run; called on every rank, rank 0 writes into `folder`."""
     train_step, began = run.train_step.run, run.step
 
     def watched(batch: StepBatch, **options: Any) -> StepReport:
@@ -109,11 +109,11 @@ def watch(run: Run, folder: Path, stop: int, *, interrupt: bool = False) -> None
             os.kill(os.getpid(), signal.SIGUSR1)
         return train_step(batch, **options)
 
-    run.train_step.run = watched  # of this object alone
+    run.train_step.run = watched  # on this object only
 
 
 def _write_moment(run: Run, folder: Path) -> None:
-    """Write hashes of the whole state, with the loader as it is when this step was fetched."""
+    """Write hashes of the whole state, with the loader's state after fetching this step."""
     tensors = hash_tensors(run.tensors(), run.mesh)
     if run.mesh.rank == 0:
         moment = {"tensors": tensors, "state": vars(run.run_state())}

@@ -1,12 +1,12 @@
-"""Is a resumed run the same as the run that was never stopped? Every number and every tensor. Pure.
+"""Compares a resumed run with a run that was never stopped, in every number and tensor. Pure.
 
 Two traces are compared exactly, in the order in which a fault would spread: the steps before the
-stop, what was restored, the numbers of the steps after it, the tensors at the end. In another
+stop, the restored state, the numbers of the steps after it, the tensors at the end. In another
 layout the steps must read the same samples, and losses may differ by rounding.
 
-The suggested causes follow from the order of things in a step: it reads data, computes a loss, then
-gradients, and updates weights from them and from the optimizer's state. Whatever differs first is
-the cause or comes right after it.
+The suggested causes follow the order within a step: it reads data, computes a loss and gradients,
+and updates the weights from them and from the optimizer's state. The first difference is the cause
+or its immediate effect.
 """
 
 import math
@@ -35,30 +35,30 @@ _STATES = {
     "exp_avg_sq": "AdamW's mean of squares",
     "master": "the fp32 masters of the weights",
 }
-# By train.dtype: of the first step after the stop, and of those after it. A token that rounding
-# sends to another expert moves the loss of a small batch by 2e-5 in float32.
+# Keyed by train.dtype: bounds for the first step after the stop, and for later steps. If rounding
+# routes one token to another expert, the loss of a small batch moves by 2e-5 in float32.
 ROUNDING = {"float64": (1e-10, 1e-8), "float32": (1e-5, 1e-3), "bfloat16": (2e-2, 5e-2)}
 
 
 @dataclass(frozen=True)
 class ResumeComparison(Comparison):
-    """A resumed run compared with one that was never stopped; tensors in the order of the model."""
+    """Comparison of a resumed run with a run that was never stopped; tensors in model order."""
 
     stop: int  # step after which the run was stopped
-    steps: int  # compared after it
-    numbers: int  # compared in them
-    tensors: int  # compared at the end
-    before: tuple[ValueDifference, ...] = ()  # of the first step that differs before the stop
-    restored: tuple[ValueDifference, ...] = ()  # of the state when the run went on
-    restored_tensors: tuple[str, ...] | None = None  # likewise; None if not watched
-    after: tuple[ValueDifference, ...] = ()  # of the first step that differs after the stop
-    end: tuple[ValueDifference, ...] = ()  # of the state at the end
+    steps: int  # steps compared after the stop
+    numbers: int  # numbers compared in these steps
+    tensors: int  # tensors compared at the end
+    before: tuple[ValueDifference, ...] = ()  # in the first different step before the stop
+    restored: tuple[ValueDifference, ...] = ()  # in the state at the resume
+    restored_tensors: tuple[str, ...] | None = None  # at the resume; None without observation
+    after: tuple[ValueDifference, ...] = ()  # in the first different step after the stop
+    end: tuple[ValueDifference, ...] = ()  # in the state at the end
     end_tensors: tuple[str, ...] = ()
-    first: TensorDifference | None = None  # of the first of `end_tensors`, if both runs have it
+    first: TensorDifference | None = None  # for the first of `end_tensors`, if both runs have it
 
     @property
     def passed(self) -> bool:
-        """Whether the two runs are one, bit for bit. Nothing compared is no pass."""
+        """True if the runs are bitwise equal; an empty comparison does not pass."""
         differing = (self.before, self.restored, self.restored_tensors, self.after, self.end)
         compared = self.steps > 0 and self.numbers > 0 and self.tensors > 0
         return compared and not any(differing) and not self.end_tensors
@@ -72,17 +72,17 @@ class ResumeComparison(Comparison):
 def compare(
     found: Trace, wanted: Trace, stop: int, read: ReadBoth | None = None
 ) -> ResumeComparison:
-    """Compare a run that was stopped with one that was not.
+    """Compare a run that was stopped with a run that was not.
 
     Args:
-        found: of the stopped and resumed run; its lines may begin after the stop.
-        wanted: of the run that was never stopped.
+        found: trace of the stopped and resumed run; its lines may begin after the stop.
+        wanted: trace of the run that was never stopped.
         stop: last step before the stop.
-        read: name -> the tensor at the end of both runs; not asked for what only one of them has.
+        read: returns a tensor by name, at the end of both runs; called only if both runs have it.
     """
 
     def first_step(steps: Iterable[int]) -> tuple[ValueDifference, ...]:
-        """Return what differs in the first of the steps in which anything does."""
+        """Return the differences of the first step that has any."""
         return next(filter(None, (line_differences(s, found, wanted) for s in steps)), ())
 
     after = sorted(step for step in {*found.lines, *wanted.lines} if step > stop)
@@ -103,7 +103,7 @@ def compare(
         end_tensors=end_tensors,
         first=tensor_difference(first, *read(first)) if read and first and held else None,
     )
-    if found.resumed and wanted.resumed:  # both were watched
+    if found.resumed and wanted.resumed:  # both runs were observed
         mine, other = found.resumed, wanted.resumed
         comparison = replace(
             comparison,
@@ -115,22 +115,22 @@ def compare(
 
 @dataclass(frozen=True)
 class LayoutComparison(Comparison):
-    """A run that went on in another layout compared with one that was never stopped."""
+    """Comparison of a run that resumed in another layout with a run that was never stopped."""
 
     stop: int  # step after which the layout changed
-    steps: int  # compared after it
-    after: tuple[ValueDifference, ...]  # what each step read and should not have
-    loss_errors: tuple[float, ...]  # relative, of each step
-    norm_errors: tuple[float, ...]  # likewise, of the gradient's norm
-    # For the first step, whose weights are the same, and for the others, which carry the rounding
-    # of the updates before them.
+    steps: int  # steps compared after the stop
+    after: tuple[ValueDifference, ...]  # differences in what the steps read
+    loss_errors: tuple[float, ...]  # relative error of each step's loss
+    norm_errors: tuple[float, ...]  # relative error of each step's gradient norm
+    # Bounds for the first step, whose weights are equal, and for later steps, whose weights carry
+    # the rounding of earlier updates.
     allowed: tuple[float, float]
-    layout: Mapping[str, Any]  # the other layout, in plain values
-    heldout_errors: tuple[float, ...] = ()  # of the loss of each validation
+    layout: Mapping[str, Any]  # the other layout, as plain values
+    heldout_errors: tuple[float, ...] = ()  # relative error of each validation loss
 
     @property
     def passed(self) -> bool:
-        """Whether it read the same, and losses and norms are the same but for rounding."""
+        """True if the run read the same samples, and losses and norms agree up to rounding."""
         errors = zip(self.loss_errors, self.norm_errors, strict=True)
         within = [error <= self.allowed[at > 0] for at, pair in enumerate(errors) for error in pair]
         within += [error <= self.allowed[1] for error in self.heldout_errors]
@@ -140,12 +140,12 @@ class LayoutComparison(Comparison):
 def compare_layouts(
     found: Trace, wanted: Trace, stop: int, dtype: str, layout: Mapping[str, Any]
 ) -> LayoutComparison:
-    """Compare a run that went on in another layout with one that was never stopped.
+    """Compare a run that resumed in another layout with a run that was never stopped.
 
     Args:
         found, wanted, stop: as in `compare`.
         dtype: `train.dtype`.
-        layout: of `found`.
+        layout: layout of `found`.
     """
     steps = sorted(step for step in {*found.lines, *wanted.lines} if step > stop)
     both = [step for step in steps if step in found.lines and step in wanted.lines]
@@ -154,7 +154,7 @@ def compare_layouts(
     read = [one for step in differing for one in step if one.name in names]
 
     def error(mine: float | None, other: float | None) -> float:
-        if mine is None or other is None:  # infinite where only one is a number
+        if mine is None or other is None:  # infinite if only one of them is a number
             return 0.0 if mine is other else math.inf
         return relative_error(mine, other)
 
@@ -179,7 +179,7 @@ def compare_layouts(
 
 
 def differences(c: ResumeComparison) -> list[str]:
-    """Return a sentence for each place that was looked at and is not the same, in order."""
+    """Return a sentence for each difference, in the order in which a fault spreads."""
     resumed = f"as the run went on after step {c.stop}, "
     sentences = [
         c.before and f"before the stop, {_step(c.before)}",
@@ -194,7 +194,7 @@ def differences(c: ResumeComparison) -> list[str]:
 
 
 def suggestion(c: ResumeComparison) -> str:
-    """Return where to look for the cause of what differs: the surest sign decides."""
+    """Return the likely cause of the differences; the most reliable evidence decides."""
     names = {one.name for one in c.after}
     state = {one.name for one in (c.restored or c.end)}
     restored = c.restored_tensors or ()
@@ -288,7 +288,7 @@ def _apart(c: ResumeComparison) -> str:
 
 
 def _short(value: Any) -> str:
-    """Return a value as Python writes it, which gives a float all its digits; hashes are cut."""
+    """Return the repr of a value, which gives a float all its digits; hashes are shortened."""
     if value is None:
         return "missing"
     text = value if isinstance(value, str) else repr(value)

@@ -1,7 +1,7 @@
 """Faults that `verify resume` must find, planted in a run that was just resumed.
 
-Each is something that a checkpoint can fail to hold, or a loader to restore; the run goes on
-silently, and most of them move its loss by less than a step of training does.
+Each fault is state that a checkpoint may miss or that a loader may not restore. The run continues
+silently, and most faults move its loss by less than one training step does.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from kimi_pretrain.verify.fault import Fault, Replaced, register
 
-if TYPE_CHECKING:  # listing the faults' names does not load the engine
+if TYPE_CHECKING:  # listing the names of the faults must not load the engine
     from kimi_pretrain.engine.backbone import BackboneResult
     from kimi_pretrain.engine.microbatch import Microbatch
     from kimi_pretrain.run import Run
 
-_MOMENTUM = ("optim.momentum.", "optim.exp_avg.")  # Muon's and AdamW's
+_MOMENTUM = ("optim.momentum.", "optim.exp_avg.")  # of Muon and AdamW
 _DROPPED = 0.1
 RESUME_FAULTS: "dict[str, Fault[Run]]" = {}
 
@@ -28,9 +28,9 @@ def _zero(tensors: Mapping[str, Tensor], name: str | None) -> None:
 
 
 def _momentum(run: "Run") -> dict[str, Tensor]:
-    """Return the buffers of momentum of this rank; not those that are zero and lose nothing.
+    """Return this rank's nonzero momentum buffers.
 
-    Muon's; AdamW's where no rank has any of Muon's.
+    They are Muon's, or AdamW's if no rank has momentum of Muon.
     """
     state = run.update.optimizer.state_dict()
     held = [{n: t for n, t in state.items() if n.startswith(one) and t.any()} for one in _MOMENTUM]
@@ -44,14 +44,14 @@ def _biases(run: "Run") -> dict[str, Tensor]:
 
 
 def _smallest(run: "Run", held: "Callable[[Run], dict[str, Tensor]]") -> str | None:
-    """Return the smallest of the tensors of all ranks, the hardest to miss; None without any."""
+    """Return the smallest tensor over all ranks, the hardest to detect; None if there is none."""
     mine = [(tensor.numel(), name) for name, tensor in held(run).items()]
     everyone: list[Any] = run.mesh.all_gather_object(min(mine, default=None))
     return min((one for one in everyone if one is not None), default=(0, None))[1]
 
 
 def _pair(run: "Run") -> tuple[str, str] | None:
-    """Return two buffers of momentum of this rank that have one shape."""
+    """Return two momentum buffers of this rank with the same shape."""
     seen: dict[Any, str] = {}
     for name, tensor in sorted(_momentum(run).items()):
         kind = name.split(".")[1], tensor.shape
@@ -69,7 +69,7 @@ def _masters(run: "Run") -> bool:
 def _fault(
     what: str, needs: "Callable[[Run], object]", otherwise: str = "", *, own_reference: bool = False
 ) -> Callable[..., None]:
-    """Register a fault of runs that have what it needs; `otherwise` says why others cannot."""
+    """Register a fault for runs that meet `needs`; `otherwise` is the obstacle of other runs."""
 
     def obstacle(run: "Run") -> str | None:
         return None if needs(run) else otherwise.format(run.config.train)
@@ -80,16 +80,16 @@ def _fault(
 @_fault(
     "tokens are left out of the loss by random numbers whose generator no checkpoint holds",
     lambda run: True,
-    # It is in the uninterrupted run too: the stop loses only the generator's position.
+    # The uninterrupted run has the fault, too: the stop loses only the state of the generator.
     own_reference=True,
 )
 def _unsaved_rng(replaced: Replaced, run: "Run") -> None:
-    """Leave tokens out of the loss at random, by a generator that nobody saves."""
+    """Drop tokens from the loss at random, with a generator that no checkpoint saves."""
     train_step = run.backbone.train_step
-    generator = torch.Generator().manual_seed(0)  # made with the run, as a layer would make it
+    generator = torch.Generator().manual_seed(0)  # created with the run, as a layer would do
 
     def dropping(microbatches: "list[Microbatch]", aux_scale: float) -> "BackboneResult":
-        for one in microbatches:  # not copies: with `dep.bubbles` these are given their media later
+        for one in microbatches:  # in place: with `dep.bubbles` they receive their media later
             if (mask := one.loss_mask) is not None:
                 kept = torch.rand(mask.shape, generator=generator) >= _DROPPED
                 one.loss_mask = mask & kept.to(mask.device)
@@ -102,7 +102,7 @@ def _unsaved_rng(replaced: Replaced, run: "Run") -> None:
 def _loader_off_by_one(replaced: Replaced, run: "Run") -> None:
     step = run.loader.state_dict()["step"]
     next(run.loader)
-    # A wrong count of steps would be seen by whoever reads the next checkpoint's manifest.
+    # A wrong step count would already show in the manifest of the next checkpoint.
     run.loader.load_state_dict(run.loader.state_dict() | {"step": step})
 
 
@@ -148,7 +148,7 @@ def _lost_step_count(replaced: Replaced, run: "Run") -> None:
     "no process keeps momentum of two tensors of one shape",
 )
 def _swapped_states(replaced: Replaced, run: "Run") -> None:
-    """Swap what the optimizer keeps of two tensors of one shape, as a wrong file name would."""
+    """Swap the optimizer state of two tensors of one shape, as a wrong file name would."""
     pairs: list[Any] = run.mesh.all_gather_object(_pair(run))
     rank = next(rank for rank, pair in enumerate(pairs) if pair is not None)
     if run.mesh.rank == rank:

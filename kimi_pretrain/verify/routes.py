@@ -1,13 +1,14 @@
-"""Which experts each token of a step chose, by its place in the global batch; and replaying that.
+"""Records the experts that each token chose, by position in the global batch, and replays them.
 
-A token whose last chosen and first refused expert score the same but for rounding may choose any.
-Two correct runs then differ by far more than rounding, in that token. So the run to verify writes
-down every choice with its margin, and the reference follows it where the token is at a tie in both
-runs, and nowhere else. With the same routes gradients agree to rounding again, and a wrong route is
-reported as such. (Megatron-Core's `RouterReplay` replays routes in the same place.)
+If a token's last chosen and best rejected expert have the same score up to rounding, either choice
+is correct. Two correct runs then differ by far more than rounding in that token. So the run to
+verify records every choice with its margin, and the reference follows it only where the token is at
+a tie in both runs. With equal routes, gradients agree up to rounding again, and a wrong route is
+reported as a wrong route. (Megatron-Core's `RouterReplay` replays routes at the same point.)
 
-Each router chooses twice: experts for the token, by biased scores, and those that count in the
-balance loss, by normalised scores alone. So margins are relative to a token's largest score.
+Each router chooses twice: the experts for a token, by biased scores, and the experts that count in
+the balance loss, by normalised scores without bias. So margins are relative to a token's largest
+score.
 
 Shape suffixes: N tokens of the global batch (padding included), T tokens of this rank's part of a
 microbatch, E experts, K chosen experts.
@@ -33,14 +34,15 @@ if TYPE_CHECKING:
     from kimi_pretrain.run import Run
 
 FOLDER = "routes"
-# (scores [T, E], K, expert groups, groups to take) -> (scores [T, K], experts [T, K])
+# (scores [T, E], K, expert groups, groups per token) -> (scores [T, K], experts [T, K])
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
 def margins(scores_TE: Tensor, chosen_TK: Tensor) -> Tensor:
-    """Return the lowest chosen score minus the highest other one over the largest of all, [T].
+    """Return (lowest chosen score - highest other score) / largest score of each token, [T].
 
-    Negative where others score higher; NaN where the choice is none, or the same expert twice.
+    A margin is negative if another expert scores higher, and NaN if the choice is missing or has
+    the same expert twice.
     """
     experts_TK = chosen_TK.sort(1).values
     sound_T = (experts_TK[:, 0] >= 0) & (experts_TK.diff(dim=1) > 0).all(1)
@@ -54,32 +56,32 @@ def at_a_tie(scores_TE: Tensor, chosen_TK: Tensor, margins_T: Tensor, bound: flo
     """Return which tokens may have chosen these experts by rounding alone, bool [T].
 
     Args:
-        scores_TE: of this run.
-        chosen_TK: by the other run.
-        margins_T: of that choice, by the other run's own scores.
+        scores_TE: scores of this run.
+        chosen_TK: choice of the other run.
+        margins_T: margins of that choice by the other run's scores.
         bound: the largest margin that rounding explains.
     """
     return (margins_T >= 0) & (margins_T <= bound) & (margins(scores_TE, chosen_TK) >= -bound)
 
 
 class RouteWatch:
-    """Records the choices of one rank's routers in a step, and follows another run's at ties.
+    """Records the choices of one rank's routers in a step, and follows another run at ties.
 
     Args:
-        run: whose backbone takes the step.
+        run: run whose backbone executes the step.
         followed: router -> (experts int64 [N, K], margins [N]) of the run to follow, or None.
         bound: the largest margin that rounding explains.
     """
 
     def __init__(self, run: "Run", followed: dict[str, tuple[Tensor, Tensor]] | None, bound: float):
         self._run, self._followed, self._bound = run, followed, bound
-        self._where: list[tuple[Tensor, Tensor]] = []  # of each microbatch: places in N, is text
+        self._where: list[tuple[Tensor, Tensor]] = []  # per microbatch: positions in N, not padding
         self._chosen: defaultdict[str, list[tuple[Tensor, Tensor, Tensor]]] = defaultdict(list)
         self._ties, self._wrong = set[int](), set[int]()
         self._first: str | None = None
 
     def attach(self, replaced: Replaced) -> None:
-        """Listen to the backbone's next step."""
+        """Hook into the routers for the backbone's next step."""
         backbone = self._run.backbone
         replaced.put(backbone, "train_step", partial(self._begin, backbone.train_step))
         for layer, router in backbone.routers():
@@ -90,7 +92,7 @@ class RouteWatch:
             replaced.put(router, "_apply_seq_aux_loss", balance)
 
     def write(self, folder: Path, step: int) -> None:
-        """Write what this rank's routers chose, to be read by `read_routes`."""
+        """Write the choices of this rank's routers, for `read_routes`."""
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
         columns = {
             f"{name}/{column}": torch.cat(parts).contiguous()
@@ -100,7 +102,7 @@ class RouteWatch:
         save_file(columns, folder / FOLDER / f"step_{step}_rank_{self._run.mesh.rank}.safetensors")
 
     def report(self, step: int) -> StepRoutes:
-        """Return how the choices compare with those that were followed."""
+        """Return the comparison of the choices with the followed run."""
         tokens = sum(int(real.sum()) for _, real in self._where)
         return StepRoutes(step, tokens, len(self._ties), len(self._wrong), self._first)
 
@@ -138,8 +140,8 @@ class RouteWatch:
         return apply(probs, scores_TE, chosen_TE & real_T1, *args, **options)
 
     def _settle(self, name: str, scores_TE: Tensor, chosen_TK: Tensor) -> Tensor:
-        """Return what the tokens of a call choose: in a reference at ties what it follows."""
-        # One call a microbatch: Megatron-Core takes them in order, and recomputes nothing.
+        """Return the choices of a call's tokens; a reference adopts the followed choice at ties."""
+        # One call per microbatch: Megatron-Core runs them in order and recomputes nothing.
         places_T, real_T = self._where[len(self._chosen[name])]
         scores_TE, own_TK = scores_TE.cpu(), chosen_TK.cpu()
         if self._followed is not None:
@@ -167,10 +169,10 @@ class RouteWatch:
 
 
 class Replay:
-    """Stands in a router of Megatron-Core in the place of its `RouterReplay`.
+    """Replaces the `RouterReplay` of a Megatron-Core router.
 
     Args:
-        choose: (scores, K, expert groups, groups to take, the router's own top-k) -> as `TopK`.
+        choose: (scores, K, expert groups, groups per token, the router's top-k) -> as `TopK`.
     """
 
     def __init__(self, choose: TopK):
@@ -180,17 +182,17 @@ class Replay:
         self, scores: Tensor, topk: int, num_groups: Any = None, group_topk: Any = None,
         default_compute_topk: Any = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Return the scores [T, K] and experts [T, K] that the tokens take."""
+        """Return the scores [T, K] and experts [T, K] of the tokens."""
         return self._choose(scores, topk, num_groups, group_topk, default_compute_topk)
 
 
 def read_routes(folder: Path, step: int, tokens: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return what all ranks of a run chose in a step: router -> (experts [N, K], margins [N]).
+    """Return the choices of all ranks in a step: router -> (experts [N, K], margins [N]).
 
     Args:
-        folder: that the ranks wrote into.
+        folder: folder that the ranks wrote into.
         step: counted from 1.
-        tokens: N; tokens that no rank wrote have the experts -1 and the margin NaN.
+        tokens: N; tokens that no rank wrote get expert -1 and margin NaN.
     """
     found: dict[str, tuple[Tensor, Tensor]] = {}
     for file in sorted((folder / FOLDER).glob(f"step_{step}_rank_*.safetensors")):

@@ -1,9 +1,9 @@
-"""A copy of a configuration that a laptop can run, with every mechanism of the original left on.
+"""Shrinks a config so that a laptop can run it, with every mechanism of the original enabled.
 
-What makes a model large goes down to the sizes of the tiny preset: widths, layers, experts, rows,
-images. What makes its step hard stays: each axis of the layout that was more than 1 stays more than
-1 as long as there are processes for it, virtual stages stay virtual, dense and expert layers both
-stay, there are several microbatches and several chunks of media. Pure.
+Sizes shrink to those of the tiny preset: widths, layers, experts, rows, images. The structure of a
+step stays: every layout axis above 1 stays above 1 while there are processes for it, virtual stages
+stay virtual, dense and expert layers both remain, and there are several microbatches and several
+chunks of media. Pure.
 """
 
 import math
@@ -27,7 +27,7 @@ NUM_EXPERTS = 8
 
 
 class Change(NamedTuple):
-    """One value that shrinking changed, by the key that would set it on the command line."""
+    """A value that shrinking changed, with its key as on the command line."""
 
     key: str
     old: Any
@@ -35,7 +35,7 @@ class Change(NamedTuple):
 
 
 class Shrunk(NamedTuple):
-    """The smaller configuration, and what is different in it."""
+    """The smaller config and its changes."""
 
     config: Config
     changes: tuple[Change, ...]
@@ -45,18 +45,18 @@ def shrink(config: Config, processes: int = 4, tokenizer_size: int | None = None
     """Return a copy of `config` that runs in at most `processes` processes on a small machine.
 
     Args:
-        config: of any size.
-        processes: most processes of the new layout; a layout that has no more stays as it is.
+        config: config of any size.
+        processes: most processes of the new layout; a layout within this limit is kept.
         tokenizer_size: ids of the run's tokenizer, which the vocabulary must hold; None keeps the
             vocabulary.
 
     Raises:
-        ConfigError: the smaller configuration is not sound, which is a fault of these rules.
+        ConfigError: the smaller config is invalid, which is a bug in these rules.
     """
     before = config.model_dump(mode="json")
     after = config.model_dump(mode="json")
     after["layout"] |= _layout(config.layout, processes)
-    after["layout"]["stages"] = None  # it counts layers, of which there are fewer
+    after["layout"]["stages"] = None  # it lists layers, and the number of layers shrinks
     layout = LayoutConfig(**after["layout"] | {"overlap_experts": False})
     can_overlap = layout.ep > 1 and (layout.pp == 1 or layout.vpp > 1)
     after["layout"]["overlap_experts"] &= can_overlap
@@ -73,7 +73,7 @@ def shrink(config: Config, processes: int = 4, tokenizer_size: int | None = None
 
 
 def _layout(layout: LayoutConfig, processes: int) -> dict[str, int]:
-    """Cut each axis to 2, the first ones first, as long as there are processes for them."""
+    """Reduce each axis to 2, in order, while there are processes left."""
     if layout.world_size() <= processes:
         return {"vpp": min(layout.vpp, 2)}
     sizes, left = {}, processes
@@ -104,7 +104,7 @@ def _language(config: Config, layout: LayoutConfig, tokenizer_size: int | None) 
 def _vision(config: Config) -> dict[str, int]:
     vision = config.model.vision
     values = {name: min(getattr(vision, name), limit) for name, limit in VISION.items()}
-    if vision.width > VISION_WIDTH:  # a smaller one fits its own number of heads
+    if vision.width > VISION_WIDTH:  # a smaller width already fits its number of heads
         values |= {"width": VISION_WIDTH, "heads": VISION_HEADS}
     width = values.get("width", vision.width)
     return values | {"projector_width": min(vision.projector_width, 4 * width)}
@@ -115,9 +115,9 @@ def _train(config: Config) -> dict[str, Any]:
     return {
         "rows_per_microbatch": min(train.rows_per_microbatch, 2),
         "dtype": "float64" if train.dtype == "float64" else "float32",
-        "attention": "auto",  # the portable one in these types
-        "fp8_storage": False,  # an encoder's rounding moves codes, and these gradients by percents
-        "vision_weights": None,  # they have the old sizes
+        "attention": "auto",  # selects the portable kernel in these dtypes
+        "fp8_storage": False,  # an encoder's rounding moves FP8 codes, and gradients by percents
+        "vision_weights": None,  # they have the original sizes
         "vision_part": None,
         "start_from": None,
         "start_optimizer": "fresh",
@@ -135,14 +135,14 @@ def _data(config: Config, layout: LayoutConfig, per_microbatch: int) -> dict[str
         "seq_len": seq_len,
         "rows_per_step": microbatches * layout.dp * per_microbatch,
         "pack_window": min(data.pack_window, 1024),
-        # The largest picture takes about a quarter of a row, a chunk of video a sixteenth.
+        # The largest image takes about a quarter of a row, a video chunk a sixteenth.
         "limits": {
             "image": min(limits.image, seq_len),
             "frame": min(limits.frame, seq_len // 4),
             "side": min(limits.side, SIDE),
         },
         "cache": None,
-        # Small pictures bring fewer tokens: a ratio could not be reached. Shares always can.
+        # Smaller images have fewer tokens, so a ratio may be unreachable; weights always work.
         "vision_token_ratio": None,
         "schedule": [stage.model_dump() | {"vision_token_ratio": None} for stage in data.schedule],
     }
@@ -153,7 +153,7 @@ def _dep(
 ) -> dict[str, Any]:
     dep = config.dep
     image, frame = (_padded(limits[kind], limits["side"]) for kind in ("image", "frame"))
-    chunk = max(image, 4 * frame)  # any item fits, and a rank's share of a step is several chunks
+    chunk = max(image, 4 * frame)  # any item fits, and a rank has several chunks per step
     ranks = 2 ** int(math.log2(layout.world_size()))
     return {
         "max_patches_per_chunk": min(dep.max_patches_per_chunk, chunk),
@@ -165,17 +165,17 @@ def _dep(
 
 
 def _padded(patches: int, side: int) -> int:
-    """Return the most patches that an item under both limits has once it is padded to tokens."""
-    return patches + 2 * (side + -(-patches // side)) + 4  # of the thinnest: a patch on every side
+    """Return the most patches that an item within both limits has after padding to tokens."""
+    return patches + 2 * (side + -(-patches // side)) + 4  # thinnest item, a patch on every side
 
 
 def _multiple(number: int, of: int) -> int:
-    """Return the least multiple of `of` that is not below `number`."""
+    """Return the smallest multiple of `of` that is at least `number`."""
     return -(-number // of) * of
 
 
 def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield what one key sets: sections are opened, tables of the user's own names are not."""
+    """Yield (key, value) pairs; sections are expanded, tables with user-defined names are not."""
     for key, value in values.items():
         if isinstance(value, dict) and key in _SECTIONS:
             yield from _leaves(value, f"{prefix}{key}.")

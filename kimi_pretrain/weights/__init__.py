@@ -1,5 +1,5 @@
-"""Weights in and out: Hugging Face folders, first weights of a run, looking at checkpoints.
+"""Loads, inspects and exports weights: Hugging Face folders, initial weights, checkpoints.
 
-Inside, every tensor has the name that Kimi K2.5's checkpoint gives it (`shapes.model_shapes`).
-Nothing here unpickles: what is read is safetensors and JSON.
+Internally every tensor has its name in Kimi K2.5's checkpoint (`shapes.model_shapes`). Nothing here
+unpickles: it reads only safetensors and JSON.
 """

@@ -1,4 +1,4 @@
-"""Two folders of weights, tensor by tensor: which are there, and how far apart they are."""
+"""Compares two folders of weights tensor by tensor: missing tensors and numerical differences."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,22 +12,22 @@ from kimi_pretrain.weights.matching import OPTIMIZER
 from kimi_pretrain.weights.shapes import LANGUAGE, VISION
 from kimi_pretrain.weights.weight_reader import WeightReader
 
-_PART = 1 << 24  # numbers that are widened at a time
+_PART = 1 << 24  # numbers that are widened to float64 at a time
 
 Kind = Literal["only in A", "only in B", "shape", "dtype", "numbers"]
 
 
 @dataclass(frozen=True)
 class WeightDifference:
-    """How a tensor differs.
+    """Difference in one tensor.
 
     Attributes:
-        kind: of shapes or missing tensors no numbers are compared.
-        detail: shapes or types, of both sides.
-        count: numbers that differ, of `total`. NaN equals NaN of the same bits.
-        largest: largest absolute difference; infinite where one side alone is not finite.
-        relative: that, over the largest magnitude in A.
-        first: index of the first number that differs, and both numbers.
+        kind: for missing tensors and different shapes, no numbers are compared.
+        detail: shapes or dtypes on both sides.
+        count: numbers that differ, of `total`; NaNs with the same bits are equal.
+        largest: largest absolute difference; infinite if only one side is not finite.
+        relative: `largest` divided by the largest magnitude in A.
+        first: index of the first different number, and both numbers.
     """
 
     name: str
@@ -41,7 +41,7 @@ class WeightDifference:
 
 
 def canonical(reader: WeightReader, *, weights_only: bool) -> dict[str, str]:
-    """Return name -> stored name, under which folders of different origin can be compared."""
+    """Return name -> stored name, with names that are comparable across folder formats."""
     names: dict[str, str] = {}
     for name in reader.headers:
         if name.startswith(OPTIMIZER):
@@ -49,7 +49,7 @@ def canonical(reader: WeightReader, *, weights_only: bool) -> dict[str, str]:
                 names[name] = name
         elif name.startswith((LANGUAGE, *VISION)):
             names[name] = name
-        else:  # K2's and Moonlight's
+        else:  # K2 and Moonlight lack the prefix
             names[LANGUAGE + name] = name
     return names
 
@@ -61,14 +61,14 @@ def compare(
     weights_only: bool = False,
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Iterator[WeightDifference]:
-    """Yield what differs, in the order of names; one tensor of each side is in memory.
+    """Yield the differences in name order; one tensor of each side is in memory at a time.
 
     Args:
-        weights_only: leave the optimizer out.
-        progress: called with (tensors compared, tensors in all).
+        weights_only: skip the optimizer.
+        progress: called with (tensors compared, total tensors).
 
     Raises:
-        CheckpointError: a file of a checkpoint is damaged: its headers say nothing, either.
+        CheckpointError: a file of a checkpoint is damaged, so its headers cannot be trusted either.
     """
     in_a, in_b = (canonical(x, weights_only=weights_only) for x in (a, b))
     names = sorted(in_a.keys() | in_b.keys())
@@ -103,7 +103,7 @@ def _of_headers(
 
 
 def _both(types: WeightDifference, numbers: WeightDifference | None) -> WeightDifference:
-    """Another type, and what the numbers come to."""
+    """Combine a dtype difference with the numerical difference."""
     if numbers is None:
         return types
     fields = {key: value for key, value in vars(numbers).items() if key not in ("kind", "detail")}
@@ -111,7 +111,7 @@ def _both(types: WeightDifference, numbers: WeightDifference | None) -> WeightDi
 
 
 def compare_numbers(name: str, a: Tensor, b: Tensor) -> WeightDifference | None:
-    """Compare two tensors of one shape; None: equal bit for bit (of two types: equal numbers)."""
+    """Compare two tensors of one shape; None if equal (bitwise, or by value across dtypes)."""
     if a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b)):
         return None
     count, largest, scale, first = 0, 0.0, 0.0, None
@@ -141,12 +141,12 @@ def compare_numbers(name: str, a: Tensor, b: Tensor) -> WeightDifference | None:
 
 
 def _gaps(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Where two flat tensors differ (of one type: in their bits), and how far, in float64."""
+    """Return where two flat tensors differ (bitwise for equal dtypes), and the gaps in float64."""
     wide_x, wide_y = x.double(), y.double()
     differ = wide_x != wide_y
     if x.dtype == y.dtype:
         differ = (_bytes(x) != _bytes(y)).view(-1, x.dtype.itemsize).any(1)
-    # Infinities of one sign are no distance apart.
+    # Infinities of equal sign have distance 0.
     gap = torch.where(wide_x == wide_y, 0.0, (wide_x - wide_y).abs())
     return differ, gap.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
@@ -156,7 +156,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def state_difference(a: WeightReader, b: WeightReader) -> str | None:
-    """Return where two checkpoints' states (step, loader and so on) differ first, or None."""
+    """Return the first difference between two checkpoints' states (step, loader, ...), or None."""
     if a.manifest is None or b.manifest is None:
         return None
     states: list[dict[str, Any]] = [vars(x.manifest.state) for x in (a, b) if x.manifest]

@@ -1,8 +1,7 @@
-"""Checks weights against a configuration's model by headers and config.json, before any is read.
+"""Checks weights against the configured model from headers and config.json, before any are read.
 
-Sizes that differ are an error: another shape, another number of heads. Settings that only change
-what the model computes with the weights are reported: a later stage of training may change YaRN on
-purpose.
+Different sizes are an error, such as a different shape or number of heads. Different settings that
+only change the computation are reported, because a later training stage may change YaRN on purpose.
 """
 
 import os
@@ -18,12 +17,12 @@ from kimi_pretrain.weights.model_config import ModelConfig
 from kimi_pretrain.weights.shapes import model_shapes
 from kimi_pretrain.weights.weight_reader import WeightReader, and_more, open_weights
 
-# Keys of the configuration that are sizes, although not every shape shows them, ...
+# Config keys that are sizes, although not every one shows in a shape, ...
 _HEADS = (
     *("language.num_heads", "language.qk_nope_dim", "language.qk_rope_dim", "language.v_dim"),
     "vision.heads",
 )
-# ... and settings that change what is computed.
+# ... and settings that change the computation.
 _SETTINGS = (
     *("language.experts_per_token", "language.routed_scaling_factor", "language.norm_eps"),
     *("language.rope_theta", "language.yarn", "vision.norm_eps", "vision.rope_theta"),
@@ -33,13 +32,13 @@ _SETTINGS = (
 def open_compatible(
     uri: str | os.PathLike[str], model: ModelConfig
 ) -> tuple[Weights, tuple[str, ...]]:
-    """Open weights and match them with a model; headers are read, no tensor.
+    """Open weights and match them with a model; only headers are read.
 
     Args:
         uri: folder or s3:// URI of a checkpoint, of a run or of Hugging Face safetensors.
 
     Raises:
-        FileNotFoundError: nothing there.
+        FileNotFoundError: there is nothing at the URI.
         CheckpointError: as `match_compatible`.
     """
     return match_compatible(open_weights(latest_in(uri)), model)
@@ -49,10 +48,11 @@ def match_compatible(reader: WeightReader, model: ModelConfig) -> tuple[Weights,
     """Match weights with a model by their headers.
 
     Returns:
-        the weights, and messages about settings that differ where they come from.
+        the weights, and messages about settings that differ in their source.
 
     Raises:
-        CheckpointError: they do not fit; one message, with the first reason and how many more.
+        CheckpointError: the weights do not fit; one message with the first problem and the number
+            of further problems.
     """
     found = _differences(reader, model)
     if found.sizes:
@@ -79,13 +79,13 @@ def _differences(reader: WeightReader, model: ModelConfig) -> Differences:
 
 
 def check_scheme(found: Any, where: str) -> None:
-    """Refuse a quantisation that is not read here.
+    """Refuse an unsupported quantisation scheme.
 
     Args:
         found: `quantization_config` of a config.json.
 
     Raises:
-        ValueError: names what is otherwise.
+        ValueError: names the unsupported property.
     """
     stated = dict(found) if isinstance(found, dict) else {}
     if stated.get("quant_method") == "fp8":
@@ -105,7 +105,7 @@ def check_scheme(found: Any, where: str) -> None:
 
 
 def compare_models(found: Mapping[str, Any], model: ModelConfig) -> Differences:
-    """Compare `model` of a manifest with the configuration's. Shapes are compared elsewhere."""
+    """Compare the `model` of a manifest with the config, apart from shapes."""
     wanted = model.model_dump(mode="json")
     return Differences(
         tuple(_unequal(found, wanted, _HEADS)), tuple(_unequal(found, wanted, _SETTINGS))

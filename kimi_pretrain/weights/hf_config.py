@@ -1,8 +1,8 @@
-"""`config.json` of a Hugging Face folder: written for a model, and compared with one. Pure.
+"""Writes the `config.json` of a Hugging Face folder for a model, and compares it with one. Pure.
 
-Two kinds are written: `deepseek_v3` (K2's and Moonlight's, the language model alone) and `kimi_k25`
-(both halves). The keys are those of Moonshot's own files; transformers' names for the vision
-encoder's sizes stand beside them, because its class knows no others.
+Two kinds are written: `deepseek_v3` (K2 and Moonlight, only the language model) and `kimi_k25`
+(language model and vision encoder). The keys are those of Moonshot's files, plus the names that
+transformers uses for the sizes of the vision encoder, because its class knows no others.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from moonvit3d.config import MoonViTConfig
 
 Kind = Literal["kimi_k25", "deepseek_v3"]
 
-# Key of config.json -> ours: what shapes depend on, and the number of heads.
+# Maps keys of config.json to ours: sizes that determine shapes, and the number of heads.
 SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -33,13 +33,13 @@ SIZES = {
     "qk_rope_head_dim": "qk_rope_dim",
     "v_head_dim": "v_dim",
 }
-# What leaves no trace in shapes, and a later stage of training may change.
+# Settings that do not show in shapes; a later training stage may change them.
 SETTINGS = {
     "num_experts_per_tok": "experts_per_token",
     "routed_scaling_factor": "routed_scaling_factor",
     "rms_norm_eps": "norm_eps",
 }
-# What this architecture cannot be otherwise.
+# Fixed values of this architecture.
 FIXED: dict[str, Any] = {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
@@ -50,7 +50,7 @@ FIXED: dict[str, Any] = {
     "tie_word_embeddings": False,
     "num_nextn_predict_layers": 0,
 }
-# Ours -> the keys of Moonshot's file and of transformers.
+# Maps our names to the keys of Moonshot's file and of transformers.
 VISION_SIZES = {
     "width": ("vt_hidden_size", "hidden_size"),
     "depth": ("vt_num_hidden_layers", "num_hidden_layers"),
@@ -64,19 +64,19 @@ YARN = {
     "beta_fast": ("beta_fast", 32.0),
     "beta_slow": ("beta_slow", 1.0),
     "mscale": ("mscale", 1.0),
-    "mscale_all_dim": ("mscale_all_dim", 0.0),  # the value that an absent key means
+    "mscale_all_dim": ("mscale_all_dim", 0.0),  # the meaning of an absent key
 }
 
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Ids of Kimi's layout: 256 special ones after the `base` byte-pair ranks."""
+    """Token ids of Kimi's layout: 256 special ids after the `base` byte-pair ranks."""
 
     base: int
 
     @property
     def text(self) -> dict[str, int]:
-        """Keys of the language model's part."""
+        """Keys of the language model's section."""
         return {
             "bos_token_id": self.base,
             "eos_token_id": self.base + 1,
@@ -85,7 +85,7 @@ class SpecialIds:
 
     @property
     def media(self) -> dict[str, int]:
-        """Keys of the whole model: Moonshot's, then transformers'."""
+        """Keys of the whole model: Moonshot's names, then those of transformers."""
         pad = self.base + 21
         return {
             "media_placeholder_token_id": pad,
@@ -108,12 +108,12 @@ def config_json(
     """Return the content of config.json.
 
     Args:
-        dtype: of the weights, "bfloat16" or "float32".
-        max_positions: longest sequence that the model was made for.
-        quantized: whether the routed experts are INT4.
+        dtype: dtype of the weights, "bfloat16" or "float32".
+        max_positions: longest sequence that the model supports.
+        quantized: True if the routed experts are INT4.
 
     Raises:
-        ValueError: a setting of the vision encoder that the architecture has no key for.
+        ValueError: the architecture has no key for a setting of the vision encoder.
     """
     text = _text(model.language, dtype, max_positions) | ids.text
     if quantized:
@@ -140,7 +140,7 @@ def config_json(
 
 
 def check_vision(vision: MoonViTConfig) -> None:
-    """Refuse a vision encoder that Kimi K2.5's architecture cannot state (ValueError)."""
+    """Raise ValueError for a vision encoder that Kimi K2.5's architecture cannot express."""
     wanted = {"norm_eps": 1e-5, "rope_theta": 10000.0, "projector_width": 4 * vision.width}
     for name, value in wanted.items():
         if getattr(vision, name) != value:
@@ -199,11 +199,11 @@ def _vision(model: ModelConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Differences:
-    """What a config.json says otherwise than the configuration, in words.
+    """Messages about differences between a config.json and the run's config.
 
     Attributes:
-        sizes: other sizes, or another architecture: the weights cannot be used.
-        settings: the weights fit, the model computes something else with them.
+        sizes: different sizes or another architecture; the weights cannot be used.
+        settings: the weights fit, but the model computes something else with them.
     """
 
     sizes: tuple[str, ...]
@@ -211,7 +211,7 @@ class Differences:
 
 
 def differences(found: Mapping[str, Any], model: ModelConfig) -> Differences:
-    """Compare a config.json with a model. Keys that are not there are not compared."""
+    """Compare a config.json with a model; absent keys are not compared."""
     text: Mapping[str, Any] = found.get("text_config") or found
     sizes = [
         *_unequal(text, SIZES, model.language, "model.language"),
@@ -224,7 +224,7 @@ def differences(found: Mapping[str, Any], model: ModelConfig) -> Differences:
 
 
 def vision_differences(found: Mapping[str, Any], config: MoonViTConfig) -> list[str]:
-    """Return what a config.json says otherwise of the encoder's sizes, in words."""
+    """Return messages about encoder sizes that differ from a config.json."""
     vision: Mapping[str, Any] = found.get("vision_config") or {}
     present = {key: ours for ours, keys in VISION_SIZES.items() for key in keys if key in vision}
     return list(_unequal(vision, present, config, "model.vision"))

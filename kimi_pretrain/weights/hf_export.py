@@ -1,6 +1,6 @@
 """Exports a checkpoint as a Hugging Face folder: files, index and config.json.
 
-One tensor at a time is in memory, whatever the model's size.
+One tensor at a time is in memory, regardless of the model's size.
 """
 
 import os
@@ -29,15 +29,17 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """What is written.
+    """Options of an export.
 
     Attributes:
-        kind: names and architecture of `config.json`.
-        dtype: of all but the routing biases; None: as trained, float32 for a run in float64.
-        int4: routed experts as INT4.
-        file_bytes: of a file, at most.
-        max_positions: longest sequence, for config.json; None: YaRN's, or the rows' in training.
-        ids: of the tokenizer; None: the last 256 ids of the vocabulary are the special ones.
+        kind: tensor names, and architecture in `config.json`.
+        dtype: dtype of all tensors except the routing biases; None: as trained, float32 for a run
+            in float64.
+        int4: quantise the routed experts to INT4.
+        file_bytes: largest size of a file.
+        max_positions: longest sequence, for config.json; None: from YaRN, or the row length of
+            training.
+        ids: special ids of the tokenizer; None: the last 256 ids of the vocabulary.
     """
 
     kind: Kind
@@ -50,13 +52,13 @@ class ExportOptions:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What is to be written, all checks done.
+    """Plan of an export that has passed all checks.
 
     Attributes:
         config: content of config.json.
-        from_masters: how many tensors are made from the optimizer's master copies.
-        widened: whether weights get wider than they are stored anywhere.
-        first_special_id: that config.json takes.
+        from_masters: number of tensors that are made from the optimizer's master copies.
+        widened: True if the export dtype is wider than any stored copy of the weights.
+        first_special_id: the special id from which config.json counts.
     """
 
     weights: Weights
@@ -69,14 +71,14 @@ class ExportPlan:
 
 
 def plan(uri: str | os.PathLike[str], options: ExportOptions) -> ExportPlan:
-    """Check everything that can be wrong with an export; only headers are read.
+    """Check an export for all possible errors; only headers are read.
 
     Args:
-        uri: a checkpoint, or a run's folder: its latest.
+        uri: a checkpoint, or a run's folder for its latest checkpoint.
 
     Raises:
-        FileNotFoundError, ValueError: no checkpoint of ours, damaged, or options that do not go
-            together.
+        FileNotFoundError, ValueError: the URI holds no checkpoint of this project or a damaged one,
+            or the options conflict.
     """
     reader = open_weights(latest_in(uri))
     if reader.manifest is None:
@@ -123,14 +125,14 @@ def export(
     progress: Callable[[int], object] = lambda _: None,
     extra: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write what `plan` found with these options. The folder has its name when it is complete.
+    """Write the planned export with the same options. The folder is renamed once complete.
 
     Args:
-        progress: called with the bytes that were just written.
-        extra: other files to put there, name -> content.
+        progress: called with the number of bytes just written.
+        extra: additional files, name -> content.
 
     Raises:
-        ValueError: there is something already, or a number is not finite.
+        ValueError: the output exists already, or a number is not finite.
     """
     wide = DTYPES[found.dtype]
 

@@ -1,7 +1,7 @@
-"""Imports a Hugging Face folder as a checkpoint of this project, of weights alone.
+"""Imports a Hugging Face folder as a checkpoint of this project that holds only weights.
 
-Everything is checked before anything is written. One file at a time is in memory; it is written
-like a checkpoint's: to a folder or an object store, with hashes and the manifest last.
+All checks run before anything is written. One file at a time is in memory. The files are written
+like those of a checkpoint: to a folder or an object store, with hashes, and the manifest last.
 """
 
 import os
@@ -33,15 +33,15 @@ from kimi_pretrain.weights.shapes import BIAS, VISION, Shapes, model_shapes
 from kimi_pretrain.weights.weight_reader import and_more, open_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-MOST_FILE_MIB = 1024  # a file is held in memory
+MOST_FILE_MIB = 1024  # a whole file is held in memory
 
 
 @dataclass(frozen=True)
 class ImportPlan:
-    """What is to be written, all checks done.
+    """Plan of an import that has passed all checks.
 
     Attributes:
-        vision: the encoder's weights, from elsewhere.
+        vision: weights of the encoder from a different folder.
         sizes: tensor -> bytes.
         absent: parts of the model that are left out.
     """
@@ -54,32 +54,32 @@ class ImportPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Total bytes of all tensors."""
         return sum(self.sizes.values())
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor in the run's precision."""
+        """Return a tensor in the precision of the run."""
         weights = self.weights if name in self.weights.sources else self.vision
         assert weights is not None, name
         return weights.read(name, dtype_of(name, self.config))
 
 
 def dtype_of(name: str, config: Config) -> torch.dtype:
-    """Return the type that a run holds a tensor in."""
+    """Return the dtype in which a run holds a tensor."""
     return torch.float32 if name.endswith(BIAS) else DTYPES[config.train.dtype]
 
 
 def plan(uri: str | os.PathLike[str], config: Config, vision: str | None = None) -> ImportPlan:
-    """Match a folder with a configuration; only headers are read.
+    """Match a folder with a config; only headers are read.
 
     Args:
         uri: folder or s3:// URI of safetensors.
-        config: of the runs that will start from it.
-        vision: folder with the encoder's weights under Kimi K2.5's names, where `uri` has none.
+        config: config of the runs that will start from the import.
+        vision: folder with the encoder's weights under Kimi K2.5's names, if `uri` has none.
 
     Raises:
-        FileNotFoundError: nothing there.
-        ValueError: they do not fit, or config.json states other settings than the configuration.
+        FileNotFoundError: there is nothing at the URI.
+        ValueError: the weights do not fit, or config.json and the config disagree on settings.
     """
     weights, settings = open_compatible(uri, config.model)
     if weights.reader.manifest is not None:
@@ -99,7 +99,7 @@ def plan(uri: str | os.PathLike[str], config: Config, vision: str | None = None)
 
 
 def _encoder(uri: str, shapes: Shapes) -> Weights:
-    """Match the encoder alone; a language model beside it is not looked at."""
+    """Match only the encoder; a language model in the same folder is ignored."""
     reader = open_weights(uri)
     headers = {name: at for name, at in reader.headers.items() if name.startswith(VISION)}
     if not headers:
@@ -109,10 +109,10 @@ def _encoder(uri: str, shapes: Shapes) -> Weights:
 
 
 def write(found: ImportPlan, place: str, progress: Callable[[int], None] = lambda _: None) -> str:
-    """Write the checkpoint of step 0 under a place; returns its URI.
+    """Write the checkpoint of step 0 below a location; return its URI.
 
     Raises:
-        CheckpointError: there is one already, it cannot be written, or a number is not finite.
+        CheckpointError: a checkpoint exists already, writing fails, or a number is not finite.
     """
     target = open_place(place)
     if target.steps():
@@ -156,7 +156,7 @@ def _write_file(
     }
     staging = StagingBuffers({file: names}, shaped, {}, torch.device("cpu"))
     try:
-        for name in names:  # one at a time is in memory twice
+        for name in names:  # only one tensor at a time is in memory twice
             staging.copy({name: found.read(name)}, name.__eq__)
         return writer.write(0, file, StagedFile(staging.fds[file], staging.sizes[file]), progress)
     finally:

@@ -1,9 +1,9 @@
-"""A run's first weights: `train.start_from`, and `train.vision_weights` for the encoder.
+"""Initial weights of a run: `train.start_from`, and `train.vision_weights` for the encoder.
 
-Under any layout each rank reads a part of what it holds, and receives the rest from others. Master
-copies of the optimizer, where the run has some, take the most exact numbers that are stored:
-another run's masters, or the weights in a wider type. Optimizer, schedule and data start from zero
-unless `train.start_optimizer` keeps them (`weights.kept_optimizer`).
+Under any layout, each rank reads a part of its tensors and receives the rest from other ranks. If
+the run has master copies in the optimizer, they get the most exact numbers stored: another run's
+master copies, or weights in a wider dtype. Optimizer, schedule and data start from zero unless
+`train.start_optimizer` keeps them (`weights.kept_optimizer`).
 """
 
 import logging
@@ -42,14 +42,14 @@ log = logging.getLogger("kimi_pretrain.weights")
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """Where a fresh run's weights come from, matched with its model.
+    """Sources of a fresh run's weights, matched with its model.
 
     Attributes:
-        weights: of `train.start_from`; None: it is not set.
-        settings: messages about settings that differ there.
-        vision: of `train.vision_weights`; they come before those of `weights`.
-        heads: of `train.siglip.weights`.
-        keep: whether the optimizer is taken over from where `weights` are.
+        weights: weights of `train.start_from`; None if it is not set.
+        settings: messages about settings that differ in these weights.
+        vision: weights of `train.vision_weights`, which take precedence over `weights`.
+        heads: weights of `train.siglip.weights`.
+        keep: True if the optimizer state is also loaded from the source of `weights`.
     """
 
     weights: Weights | None
@@ -59,7 +59,7 @@ class InitialWeights:
     heads: Weights | None = None
 
     def lines(self) -> list[str]:
-        """Return what to log of it."""
+        """Return the log lines about these sources."""
         lines: list[str] = []
         taken = set[str]()
         if self.vision is not None:
@@ -81,7 +81,7 @@ class InitialWeights:
         return lines + [f"set otherwise than there: {text}" for text in self.settings]
 
     def began_from(self) -> dict[str, dict[str, str]]:
-        """Return key -> the checkpoint of ours that it names, and the SHA-256 of its manifest."""
+        """Return key -> this project's checkpoint that it names, with its manifest's SHA-256."""
         named = {"train.start_from": self.weights, "train.vision_weights": self.vision}
         readers = {key: weights.reader for key, weights in named.items() if weights is not None}
         return {
@@ -91,7 +91,7 @@ class InitialWeights:
         }
 
     def checkpoint(self) -> Checkpoint:
-        """Return the checkpoint of ours that `train.start_from` names; `fill` has verified it."""
+        """Return the checkpoint that `train.start_from` names; `fill` has verified it."""
         assert self.weights is not None
         return _checkpoint_of(self.weights)
 
@@ -102,14 +102,14 @@ class InitialWeights:
         copies: Mapping[str, str],
         alive: Callable[[], None] = lambda: None,
     ) -> None:
-        """Fill a run's tensors in place; all ranks call it.
+        """Fill a run's tensors in place; collective over all ranks.
 
         Args:
-            mesh: of the run.
-            tensors: what this rank holds by checkpoint name, of the model and of the optimizer: of
-                this the master copies are filled.
-            copies: name -> group of ranks that hold identical copies; see `tensors_to_read`.
-            alive: called whenever something was read.
+            mesh: mesh of the run.
+            tensors: this rank's model and optimizer tensors by checkpoint name. Of the optimizer,
+                only the master copies are filled.
+            copies: name -> group of ranks with identical copies; see `tensors_to_read`.
+            alive: called after each read.
 
         Raises:
             CheckpointError: a file of the checkpoint is damaged (on all ranks), or a number is not
@@ -157,18 +157,18 @@ def _fill(
 
 
 def open_initial_weights(config: Config, mesh: "Mesh | None" = None) -> InitialWeights | None:
-    """Match what a fresh run starts from with its model, by headers alone. Collective.
+    """Match the sources of a fresh run's weights with its model, from headers only. Collective.
 
-    Rank 0 reads the headers, and decides which checkpoint is the newest of a run, for all.
+    Rank 0 reads the headers and decides for all ranks which checkpoint of a run is the newest.
 
     Args:
-        mesh: None: this process alone.
+        mesh: None for a single process.
 
     Returns:
-        None: none of `train.start_from`, `vision_weights` and `siglip.weights` is set.
+        None if none of `train.start_from`, `vision_weights` and `siglip.weights` is set.
 
     Raises:
-        FileNotFoundError, CheckpointError: it is not there, or does not fit.
+        FileNotFoundError, CheckpointError: a source is missing or does not fit.
     """
     train = config.train
     named = train.start_from, train.vision_weights, train.siglip and train.siglip.weights
@@ -178,14 +178,14 @@ def open_initial_weights(config: Config, mesh: "Mesh | None" = None) -> InitialW
 
 
 def check_initial_weights(config: Config, planned: Mapping[str, WeightReader]) -> tuple[str, ...]:
-    """Check what a fresh run would start from, by headers; some of it may not be written yet.
+    """Check the sources of a fresh run by headers; some may not be written yet.
 
     Args:
-        planned: for a run's folder without a checkpoint what it will hold at its end, from
-            `weights.planned`. All else is opened.
+        planned: maps the folder of a run without a checkpoint to the headers of its final
+            checkpoint, from `weights.planned`. All other sources are opened.
 
     Returns:
-        messages about settings of the model that differ there.
+        messages about model settings that differ in the sources.
 
     Raises:
         FileNotFoundError, CheckpointError: as `open_initial_weights`.
@@ -243,17 +243,17 @@ def _listed(parts: Iterable[str]) -> str:
 def _checkpoint_of(weights: Weights) -> Checkpoint:
     assert weights.reader.manifest is not None
     found = open_checkpoint(weights.reader.where)
-    found.know({MANIFEST: weights.reader.manifest.text().encode()})  # as rank 0 has read it
+    found.know({MANIFEST: weights.reader.manifest.text().encode()})  # the manifest that rank 0 read
     return found
 
 
 def _check_hashes(
     key: str, weights: Weights, whole: bool, mesh: "Mesh", alive: Callable[[], None]
 ) -> None:
-    """Compare a checkpoint's files with its manifest, each on one rank.
+    """Compare a checkpoint's files with its manifest; each file is hashed on one rank.
 
     Args:
-        whole: all of them; else those that hold weights.
+        whole: check all files, rather than only the files that hold weights.
     """
     manifest, headers = weights.reader.manifest, weights.reader.headers
     if manifest is None:

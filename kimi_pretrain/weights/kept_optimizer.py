@@ -1,8 +1,8 @@
-"""What a stage keeps of the optimizer of the stage before it: `train.start_optimizer: keep`.
+"""Optimizer state that a stage keeps from the previous stage: `train.start_optimizer: keep`.
 
-K2's learning rate falls across the border from 4k to 32k context (arXiv:2507.20534, section 2.5):
-one optimizer, one schedule, other rows. So momentum, moments, master copies, the count of updates
-and that of steps go on. All that could not is found by headers, before a process is started.
+K2's learning rate falls across the change from 4k to 32k context (arXiv:2507.20534, section 2.5):
+one optimizer and one schedule with longer rows. So momentum, moments, master copies, the update
+count and the step count continue. Headers reveal every conflict before a process starts.
 """
 
 import math
@@ -22,25 +22,25 @@ from kimi_pretrain.weights.siglip_shapes import siglip_shapes
 from kimi_pretrain.weights.weight_reader import TensorHeader, and_more
 
 _FRESH = "; set train.start_optimizer=fresh"
-# The one setting of a model that a longer context changes: attention goes on from near its old one.
+# A longer context changes only this model setting; attention starts close to its previous function.
 _YARN = "model.language.yarn "
-# Of an update's formula; the learning rate is compared as it comes out.
+# Settings of the update rule; the learning rate is compared by its resulting value.
 _UPDATE = ("momentum", "nesterov", "adam_betas", "adam_eps", "weight_decay", "groups")
-_JUMP = 0.01  # of the learning rate
+_JUMP = 0.01  # relative change of the learning rate
 
 
 def check_kept(weights: Weights, config: Config, settings: Sequence[str] = ()) -> tuple[str, ...]:
-    """Refuse weights whose optimizer cannot go on in this run; headers are read, no tensor.
+    """Refuse weights whose optimizer cannot continue in this run; only headers are read.
 
     Args:
-        settings: messages about settings of the model that differ there (`match_compatible`).
+        settings: messages about model settings that differ in the weights (`match_compatible`).
 
     Returns:
-        messages about a learning rate that jumps at the border, and about what else of the
-        optimizer is set otherwise.
+        messages about a jump of the learning rate between the stages, and about other optimizer
+        settings that differ.
 
     Raises:
-        CheckpointError: names what cannot be kept.
+        CheckpointError: names the state that cannot be kept.
     """
     where, manifest = weights.reader.where, weights.reader.manifest
     if manifest is None or manifest.contents != "all":
@@ -69,10 +69,10 @@ def check_kept(weights: Weights, config: Config, settings: Sequence[str] = ()) -
 
 
 def _check_schedule(manifest: Manifest, config: Config, where: str) -> None:
-    """Refuse another batch where the schedule counts tokens: its places would be other steps."""
+    """Refuse a different batch size if the schedule counts tokens, because its steps would move."""
     here = config.tokens_per_step()
     there = (manifest.training or {}).get("tokens_per_step")
-    # Of a checkpoint that does not say it: any other number moves what is counted in tokens.
+    # An older checkpoint lacks the number: test whether any other number would move the schedule.
     if _places(config, here) == _places(config, there or 2 * here):
         return
     told = f"had {there:,}" if there else "had nobody knows how many"
@@ -85,14 +85,14 @@ def _check_schedule(manifest: Manifest, config: Config, where: str) -> None:
 
 
 def _set_otherwise(manifest: Manifest, config: Config) -> Iterator[str]:
-    """Yield what differs of the optimizer's settings, and the learning rate where it jumps."""
+    """Yield differences in the optimizer's settings, and the learning rate if it jumps."""
     training = manifest.training or {}
     try:
         there = OptimConfig(**training["optim"])
-    except (KeyError, ValueError):  # of another version
+    except (KeyError, ValueError):  # written by another version
         return
     here, updates = config.optim, manifest.state.optimizer_steps
-    if updates:  # 0 of a checkpoint that is not written yet and whose last step the data decide
+    if updates:  # 0 if the checkpoint is only planned and the data decides its last step
         tokens = training["tokens_per_step"]
         last, unbroken = (learning_rate(n, there, tokens) for n in (updates - 1, updates))
         begin = learning_rate(updates, here, config.tokens_per_step())
@@ -104,7 +104,7 @@ def _set_otherwise(manifest: Manifest, config: Config) -> Iterator[str]:
 
 
 def _places(config: Config, tokens: int) -> list[tuple[float, float]]:
-    """Return first and last step of each stretch of the schedule, in steps of so many tokens."""
+    """Return the first and last step of each schedule stretch, given the tokens per step."""
     found = stretches(config.optim, tokens)
     return [(stretch.start / tokens, stretch.end / tokens) for stretch in found]
 
@@ -131,7 +131,7 @@ def _check_state(weights: Weights, manifest: Manifest, config: Config) -> None:
 
 
 def optimizer_state(config: Config) -> Iterator[tuple[str, tuple[torch.dtype, tuple[int, ...]]]]:
-    """Yield name, type and shape of the whole state of a run's optimizer."""
+    """Yield name, dtype and shape of a run's complete optimizer state."""
     rules, own = ModelShape.of(config.model), getattr(torch, config.train.dtype)
     wide = torch.promote_types(own, torch.float32)
     frozen = tuple(PARTS[part] for part in config.train.frozen)
@@ -146,7 +146,7 @@ def optimizer_state(config: Config) -> Iterator[tuple[str, tuple[torch.dtype, tu
 
 
 def _other_rule(missing: str, headers: Mapping[str, TensorHeader]) -> bool:
-    """Whether the tensor of this state has one, of another kind."""
+    """Return True if the tensor of this missing state has state of another kind."""
     name = missing.split(".", 2)[2]
     moments = [moment for kind in MOMENTS.values() for moment in kind]
     return any(f"{OPTIMIZER}{moment}.{name}" in headers for moment in moments)

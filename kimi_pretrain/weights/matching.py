@@ -1,9 +1,9 @@
-"""Which stored tensors make up which tensor of the model; everything checked by headers alone.
+"""Matches stored tensors with the tensors of the model; all checks use only headers.
 
-Known are checkpoints of ours, Kimi K2.5's names, and DeepSeek-V3's, which K2 and Moonlight have and
-`save_pretrained` of transformers' `DeepseekV3ForCausalLM` writes: the same names without
-`language_model.`, and no vision encoder. A matrix may be INT4 (`weights.int4`) or FP8
-(`weights.fp8`).
+Known formats are this project's checkpoints, Kimi K2.5's names, and DeepSeek-V3's names. K2 and
+Moonlight use the latter, as does `save_pretrained` of transformers' `DeepseekV3ForCausalLM`: the
+same names without `language_model.`, and no vision encoder. A matrix may be INT4 (`weights.int4`)
+or FP8 (`weights.fp8`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,20 +20,20 @@ from kimi_pretrain.weights.weight_reader import TensorHeader, WeightReader, and_
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 OPTIMIZER = "optim."
 MASTER = "optim.master."
-# Constants that some releases carry along: computed here.
+# Constants that some releases include; they are computed here.
 DERIVED = (".rotary_emb.inv_freq",)
-_PART = 1 << 22  # numbers that are looked at together
+_PART = 1 << 22  # numbers that are checked at a time
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Stored tensors matched with a model's.
+    """Stored tensors matched with a model's tensors.
 
     Attributes:
-        reader: of the folder that holds them.
-        sources: name in the model -> the stored tensor, or those that make up a quantised matrix:
-            two of FP8, three of INT4.
-        absent: parts of the model of which nothing is stored: the vision encoder's, or none.
+        reader: reader of the folder that holds them.
+        sources: name in the model -> the stored tensor, or the tensors of a quantised matrix: two
+            for FP8, three for INT4.
+        absent: parts of the model that are not stored: those of the vision encoder, or none.
     """
 
     reader: WeightReader
@@ -41,31 +41,31 @@ class Weights:
     absent: tuple[str, ...]
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return a tensor in a type, made from the most exact form that is stored.
+        """Return a tensor in a dtype, made from the most exact stored form.
 
-        Where the wanted type is wider than the stored one, and an optimizer's master copy is there,
-        that is taken; otherwise the weight itself, which the model computed with.
+        If the dtype is wider than the stored weight and the optimizer has a master copy, use the
+        master copy; otherwise use the weight itself, which the model computed with.
 
         Raises:
-            CheckpointError: a number is not finite, or too large for the type; or an INT4 matrix
-                states another shape.
+            CheckpointError: a number is not finite or too large for the dtype, or an INT4 matrix
+                states a different shape.
         """
         sources = self.sources[name]
         if self.from_master(name, dtype):
             sources = (MASTER + name,)
         tensor = self._made(name, sources)
         if torch.promote_types(tensor.dtype, dtype) == dtype:
-            return tensor.to(dtype)  # widening changes no number
+            return tensor.to(dtype)  # widening is exact
         return check_finite(tensor.to(dtype), self.reader.place(sources[0]))
 
     def from_master(self, name: str, dtype: torch.dtype) -> bool:
-        """Whether `read` takes the optimizer's master copy of a tensor."""
+        """Return True if `read` uses the optimizer's master copy of a tensor."""
         held = self.reader.headers.get(MASTER + name)
         now = self.reader.headers[self.sources[name][0]].dtype
         return held is not None and torch.promote_types(now, dtype) != now
 
     def _made(self, name: str, sources: tuple[str, ...]) -> Tensor:
-        """Return tensor `name` of the model from the stored tensors that make it up."""
+        """Build a tensor of the model from its stored tensors."""
         first = self.reader.read(sources[0])
         if len(sources) == 1:
             return check_finite(first, self.reader.place(sources[0]))
@@ -82,18 +82,18 @@ class Weights:
 
     @property
     def quantized(self) -> str | None:
-        """How matrices are quantised: "FP8" or "INT4"; None: none is."""
+        """Quantisation of the matrices, "FP8" or "INT4"; None if there is none."""
         parts = max(map(len, self.sources.values()))
         return {1: None, 2: "FP8", 3: "INT4"}[parts]
 
 
 def check_finite(tensor: Tensor, where: str) -> Tensor:
-    """Return the tensor.
+    """Return the tensor unchanged if all its numbers are finite.
 
     Raises:
         CheckpointError: a number in it is not finite.
     """
-    for number, part in enumerate(tensor.reshape(-1).split(_PART)):  # the test makes copies
+    for number, part in enumerate(tensor.reshape(-1).split(_PART)):  # isfinite allocates copies
         finite = torch.isfinite(part)
         if finite.all():
             continue
@@ -106,16 +106,16 @@ def check_finite(tensor: Tensor, where: str) -> Tensor:
 
 
 def match(reader: WeightReader, shapes: Shapes) -> Weights:
-    """Find every tensor of a model among the stored ones.
+    """Find every tensor of a model among the stored tensors.
 
-    The vision encoder may be absent, but only whole.
+    The vision encoder may be absent, but only as a whole.
 
     Args:
-        shapes: the model's, by name.
+        shapes: shapes of the model's tensors, by name.
 
     Raises:
-        CheckpointError: tensors missing, unexpected, of another shape or no floats: one message,
-            with the first of each kind and how many more there are.
+        CheckpointError: tensors are missing, unexpected, of another shape or not floating point;
+            one message with the first tensor of each kind and the number of further tensors.
     """
     headers = reader.headers
     prefixed = any(name.startswith(LANGUAGE) for name in headers)
@@ -161,7 +161,7 @@ def _unexpected(
 
 
 def _count(kind: str, names: Iterable[str]) -> list[str]:
-    """ "3 tensors missing, first 'a'", or nothing."""
+    """Return ["3 tensors missing, first 'a'"], or [] if there are no names."""
     if not (found := list(names)):
         return []
     count = f"{len(found):,} tensors" if len(found) > 1 else "1 tensor"
@@ -171,7 +171,7 @@ def _count(kind: str, names: Iterable[str]) -> list[str]:
 def _wrong(
     sources: tuple[str, ...], shape: tuple[int, ...], headers: Mapping[str, TensorHeader]
 ) -> Iterable[str]:
-    """Say what is wrong with the stored tensors of one of the model's."""
+    """Yield the problems with the stored tensors of one model tensor."""
     try:
         shapes, types = _forms(len(sources), shape)
     except ValueError as error:
@@ -192,7 +192,7 @@ def _wrong(
 def _forms(
     parts: int, shape: tuple[int, ...]
 ) -> tuple[Sequence[tuple[int, ...]], Sequence[tuple[torch.dtype, ...]]]:
-    """Return shapes and allowed types of the stored tensors of which a tensor is made."""
+    """Return shapes and allowed dtypes of the stored tensors that make up a tensor."""
     if parts == 1:
         return (shape,), (FLOATS,)
     if parts == 2:

@@ -1,4 +1,4 @@
-"""The `model` section: the sizes of the vision encoder and of the language model."""
+"""The `model` section: sizes of the vision encoder and of the language model."""
 
 from typing import Self
 
@@ -12,22 +12,22 @@ class YarnConfig(Section):
     """YaRN scaling of the rotary embedding (arXiv:2309.00071)."""
 
     factor: float
-    """Times the original length that positions are stretched to.
+    """Factor by which the original context length is stretched.
     [-; kimi_pretrain/engine/model_builder.py]"""
     original_max_position: int = 4096
-    """Length that the model was trained on before.
+    """Context length of training before YaRN.
     [tokens; kimi_pretrain/engine/model_builder.py]"""
     beta_fast: float = 32.0
-    """Rotations over the original length from which on a frequency is kept as it is.
+    """Frequencies with at least this many rotations over the original length are unchanged.
     [rotations; kimi_pretrain/engine/model_builder.py]"""
     beta_slow: float = 1.0
-    """Rotations up to which a frequency is fully interpolated.
+    """Frequencies with at most this many rotations are fully interpolated.
     [rotations; kimi_pretrain/engine/model_builder.py]"""
     mscale: float = 1.0
-    """Factor of the attention temperature, of the rotary embedding.
+    """Coefficient of the attention temperature that is applied to the rotary embedding.
     [-; kimi_pretrain/engine/model_builder.py]"""
     mscale_all_dim: float = 1.0
-    """Factor of the attention temperature, of the logits.
+    """Coefficient of the attention temperature that is applied to the logits.
     [-; kimi_pretrain/engine/model_builder.py]"""
 
 
@@ -35,13 +35,13 @@ class LanguageConfig(Section):
     """The MLA + mixture-of-experts language model (Kimi K2 report, table 2; DeepSeek-V3 layout)."""
 
     num_layers: int = Field(gt=0)
-    """Decoder layers, dense ones included. [layers; kimi_pretrain/engine/model_builder.py]"""
+    """Decoder layers, including dense layers. [layers; kimi_pretrain/engine/model_builder.py]"""
     hidden_size: int = Field(gt=0)
     """Width of the residual stream. [channels; kimi_pretrain/engine/model_builder.py]"""
     num_heads: int = Field(gt=0)
     """Attention heads; a multiple of layout.tp. [heads; kimi_pretrain/engine/model_builder.py]"""
     dense_ffn_size: int = Field(gt=0)
-    """Hidden width of the MLP of a dense layer.
+    """Hidden width of the MLP in a dense layer.
     [channels; kimi_pretrain/engine/model_builder.py]"""
     expert_ffn_size: int = Field(gt=0)
     """Hidden width of one expert. [channels; kimi_pretrain/engine/model_builder.py]"""
@@ -49,25 +49,25 @@ class LanguageConfig(Section):
     """Rank of the queries' low-rank projection; null projects directly.
     [channels; kimi_pretrain/engine/latent_attention.py]"""
     kv_lora_rank: int = Field(gt=0)
-    """Rank of the latent that keys and values are made from.
+    """Rank of the latent from which keys and values are computed.
     [channels; kimi_pretrain/engine/latent_attention.py]"""
     qk_nope_dim: int = Field(gt=0)
-    """Channels of a head's queries and keys without position.
+    """Channels per head of queries and keys that carry no position.
     [channels; kimi_pretrain/engine/model_builder.py]"""
     qk_rope_dim: int = Field(gt=0)
-    """Rotary channels of a head's queries, and of the keys, which all heads share.
+    """Rotary channels per head of the queries, and of the keys, which all heads share.
     [channels; kimi_pretrain/engine/model_builder.py]"""
     v_dim: int = Field(gt=0)
-    """Channels of a head's values. [channels; kimi_pretrain/engine/model_builder.py]"""
+    """Channels per head of the values. [channels; kimi_pretrain/engine/model_builder.py]"""
     num_experts: int = Field(gt=0)
-    """Routed experts of a layer; a multiple of layout.ep.
+    """Routed experts per layer; a multiple of layout.ep.
     [experts; kimi_pretrain/engine/model_builder.py]"""
     experts_per_token: int = Field(gt=0)
-    """Routed experts that a token goes through. [experts; kimi_pretrain/engine/model_builder.py]"""
+    """Routed experts per token (top-k). [experts; kimi_pretrain/engine/model_builder.py]"""
     num_shared_experts: int = Field(gt=0)
-    """Experts that every token goes through. [experts; kimi_pretrain/engine/model_builder.py]"""
+    """Experts that process every token. [experts; kimi_pretrain/engine/model_builder.py]"""
     num_dense_layers: int = Field(default=1, ge=0)
-    """First layers with a plain MLP instead of experts.
+    """Number of leading layers with a dense MLP instead of experts.
     [layers; kimi_pretrain/engine/model_builder.py]"""
     routed_scaling_factor: float
     """Factor on the sum of the routed experts' outputs.
@@ -76,10 +76,10 @@ class LanguageConfig(Section):
     """Weight of the routers' sequence-wise balance loss.
     [-; kimi_pretrain/engine/model_builder.py]"""
     expert_bias_update_rate: float = 1e-3
-    """Change of a routing bias per step (balance without auxiliary loss).
+    """Change of a routing bias per step (auxiliary-loss-free balancing).
     [-; kimi_pretrain/engine/model_builder.py]"""
     vocab_size: int = Field(gt=0)
-    """Rows of the embedding and of the head; at least the tokenizer's ids, a multiple of layout.tp.
+    """Rows of embedding and output head; at least the tokenizer's size, a multiple of layout.tp.
     [ids; kimi_pretrain/engine/model_builder.py]"""
     rope_theta: float = 50_000.0
     """Base of the rotary frequencies. [-; kimi_pretrain/engine/model_builder.py]"""

@@ -1,8 +1,8 @@
-"""What the last checkpoint of a run will hold, before it is written: names, shapes and types.
+"""Predicts the names, shapes and dtypes in the last checkpoint of a run before it is written.
 
-A later stage of training is checked against it as against one that is there
-(`initial_weights.check_initial_weights`), so that a chain of stages is refused before its first one
-starts, and not when weeks of training are over. Pure: follows from the configuration alone.
+A later training stage is checked against this prediction as against an existing checkpoint
+(`initial_weights.check_initial_weights`). A chain of stages is thus refused before its first stage
+starts, rather than after weeks of training. Pure: depends only on the config.
 """
 
 from typing import TYPE_CHECKING
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def planned_weights(config: "Config", where: str) -> WeightReader:
-    """Return the headers of the checkpoint that a run of this configuration ends with.
+    """Return the headers of the final checkpoint of a run with this config.
 
-    Its tensors cannot be read. Where `data.budget` ends the run, its last step follows from the
-    data, and is given as 0 here.
+    Its tensors cannot be read. If `data.budget` ends the run, the last step depends on the data and
+    is given as 0 here.
 
     Args:
         where: the run's folder, for messages.

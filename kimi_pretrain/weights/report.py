@@ -1,4 +1,4 @@
-"""What a checkpoint holds, by its manifest and headers; norms where they are asked for."""
+"""Reports the content of a checkpoint from its manifest and headers, and norms on request."""
 
 import fnmatch
 import math
@@ -14,16 +14,16 @@ from kimi_pretrain.weights.matching import OPTIMIZER
 from kimi_pretrain.weights.shapes import part_of
 from kimi_pretrain.weights.weight_reader import CONFIG, TensorHeader, WeightReader
 
-_PART = 1 << 24  # numbers that are widened at a time
+_PART = 1 << 24  # numbers that are widened to float64 at a time
 
 
 @dataclass
 class Count:
-    """Tensors of one part.
+    """Totals over the tensors of one part.
 
     Attributes:
-        numbers: weights; an INT4 matrix counts eight in a word; scales count none.
-        dtypes: types as they are stored.
+        numbers: number of weights; a word of an INT4 matrix counts as eight, scales do not count.
+        dtypes: dtypes as stored.
     """
 
     tensors: int = 0
@@ -32,7 +32,7 @@ class Count:
     dtypes: tuple[str, ...] = ()
 
     def add(self, name: str, header: TensorHeader) -> None:
-        """Take in a tensor."""
+        """Add a tensor to the totals."""
         packed, *others = PARTS
         dtype = "int4" if name.endswith(packed) else str(header.dtype).removeprefix("torch.")
         numel = math.prod(header.shape)
@@ -46,7 +46,7 @@ class Count:
 
 @dataclass(frozen=True)
 class TensorFigures:
-    """One tensor, read: its norm in float64, and its largest magnitude."""
+    """Figures of one tensor that was read: norm in float64, and largest magnitude."""
 
     name: str
     dtype: str
@@ -58,11 +58,11 @@ class TensorFigures:
 
 
 def report(reader: WeightReader) -> dict[str, Any]:
-    """Return what a folder of weights holds, as plain values; headers alone were read.
+    """Return the content of a folder of weights as plain values, from headers only.
 
     Returns:
-        {"uri", "kind", "files", "bytes", "tensors", "parameters", "parts", "optimizer"}, of a
-        checkpoint also its state, layout and so on. Parameters do not count routing biases.
+        {"uri", "kind", "files", "bytes", "tensors", "parameters", "parts", "optimizer"}; for a
+        checkpoint also its state, layout and so on. Parameters exclude routing biases.
     """
     parts: dict[str, Count] = {}
     optimizer: dict[str, Count] = {}
@@ -114,7 +114,7 @@ def _of_manifest(reader: WeightReader) -> dict[str, Any]:
 
 
 def seq_len(reader: WeightReader) -> int | None:
-    """Return the length of the rows that a checkpoint was trained on, if it says so."""
+    """Return the row length of a checkpoint's training, or None if it is not recorded."""
     loader = {} if reader.manifest is None else reader.manifest.state.loader
     packing = loader.get("packing")
     found = packing.get("seq_len") if isinstance(packing, dict) else None
@@ -122,7 +122,7 @@ def seq_len(reader: WeightReader) -> int | None:
 
 
 def _position(loader: dict[str, Any]) -> dict[str, Any]:
-    """The loader's state in short."""
+    """Return a summary of the loader's state."""
     keys = ("step", "window", "row", "seed")
     found = {key: loader[key] for key in keys if key in loader}
     if isinstance(loader.get("quarantine"), list):

@@ -1,8 +1,8 @@
-"""Every tensor of a model by its name, with its shape. Pure: no model is built.
+"""Lists the name and shape of every tensor of a model. Pure: no model is built.
 
-The names are those of Kimi K2.5's checkpoint; K2 and Moonlight (DeepSeek-V3's layout) have the same
-ones without `language_model.` and without the vision encoder. `kimi_pretrain.engine.param_names`
-gives them to the parameters of the engine.
+The names are those of Kimi K2.5's checkpoint. K2 and Moonlight (DeepSeek-V3's layout) use the same
+names without `language_model.`, and have no vision encoder. `kimi_pretrain.engine.param_names` maps
+the engine's parameters to these names.
 """
 
 from collections.abc import Iterator
@@ -13,16 +13,16 @@ from moonvit3d.layouts import released_shapes
 LANGUAGE = "language_model."
 VISION = ("vision_tower.", "mm_projector.")
 SIGLIP = "siglip."
-"""Beginning of the names of what `train.siglip` trains beside them; no part of the model."""
+"""Prefix of the tensors that only `train.siglip` trains; they are not part of the model."""
 PARTS = {"vision_tower": VISION[0], "projector": VISION[1], "language_model": LANGUAGE}
-"""Beginnings of names, by the parts that `train.frozen` names."""
-BIAS = ".e_score_correction_bias"  # of the routers: moved by a rule, no parameter, always float32
+"""Name prefixes of the parts that `train.frozen` names."""
+BIAS = ".e_score_correction_bias"  # routing bias: updated by a rule, no parameter, always float32
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 def model_shapes(model: ModelConfig) -> Shapes:
-    """Return name -> shape of every tensor of a model, routing biases too."""
+    """Return name -> shape of every tensor of a model, including routing biases."""
     return released_shapes(model.vision) | language_shapes(model.language)
 
 
@@ -38,7 +38,7 @@ def language_shapes(language: LanguageConfig) -> Shapes:
 
 
 def part_of(name: str) -> str:
-    """Return the part of the model that a tensor belongs to, in few words."""
+    """Return a short description of the model part that a tensor belongs to."""
     name = name.removeprefix(LANGUAGE)
     if name.startswith(VISION):
         return name.split(".")[0]
@@ -58,7 +58,7 @@ def part_of(name: str) -> str:
 
 
 def is_routed_expert(name: str) -> bool:
-    """Whether a tensor is one of a routed expert's matrices."""
+    """Return True for a matrix of a routed expert."""
     return ".mlp.experts." in name
 
 

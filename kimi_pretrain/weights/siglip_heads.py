@@ -1,7 +1,7 @@
-"""SigLIP's pooling head, text tower, scale and bias: `train.siglip.weights`, by headers alone.
+"""Matches SigLIP's pooling head, text tower, scale and bias (`train.siglip.weights`) by headers.
 
-The tower itself is `train.vision_weights`' (`moonvit3d.layouts`); what that skips is here. Names
-are those of SigLIP's checkpoint, in a run's own behind `siglip.`.
+The vision tower comes from `train.vision_weights` (`moonvit3d.layouts`), which skips these tensors.
+Names are those of SigLIP's checkpoint; in a run's checkpoint they have the prefix `siglip.`.
 """
 
 from kimi_pretrain.checkpoint.errors import CheckpointError
@@ -14,22 +14,22 @@ from kimi_pretrain.weights.weight_reader import WeightReader, and_more, open_wei
 
 NORM_EPS = 1e-6
 _PREFIXES = ("vision_model.head.", "text_model.", "logit_scale", "logit_bias")
-# What leaves no trace in shapes: key of config.json -> what transformers takes where it is absent.
+# Settings that do not show in shapes: key of config.json -> default of transformers.
 _DEFAULTS = {"num_attention_heads": 12, "layer_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh"}
 _BUFFERS = ("text_model.embeddings.position_ids",)  # saved by early versions of transformers
 
 
 def open_heads(uri: str, config: SiglipConfig, width: int) -> Weights:
-    """Match stored heads with those of a configuration; headers are read, no tensor.
+    """Match stored heads with those of a config; only headers are read.
 
     Args:
         uri: a .safetensors file or a folder that `SiglipModel.save_pretrained` wrote
-            (google/siglip-so400m-patch14-384), a checkpoint of ours or a run's folder; a path or
-            s3://bucket/prefix. A file alone does not say how many heads it has: give the folder,
-            whose config.json is compared.
+            (google/siglip-so400m-patch14-384), a checkpoint of this project or a run's folder; a
+            path or s3://bucket/prefix. A single file does not state its number of heads: give the
+            folder, so that its config.json is compared.
 
     Raises:
-        FileNotFoundError: nothing there.
+        FileNotFoundError: there is nothing at the URI.
         CheckpointError: as `match_heads`.
     """
     beginnings = (SIGLIP, *_PREFIXES)
@@ -38,11 +38,11 @@ def open_heads(uri: str, config: SiglipConfig, width: int) -> Weights:
 
 
 def match_heads(reader: WeightReader, config: SiglipConfig, width: int) -> Weights:
-    """Match heads with those of a configuration by their headers.
+    """Match stored heads with those of a config by their headers.
 
     Raises:
-        CheckpointError: a tensor is missing, unexpected, of another shape or type; or its
-            config.json states other heads, norms or activations.
+        CheckpointError: a tensor is missing, unexpected, or of another shape or dtype; or the
+            config.json next to it states other heads, norms or activations.
     """
     own = any(name.startswith(SIGLIP) for name in reader.headers)
     shapes = siglip_shapes(config, width)

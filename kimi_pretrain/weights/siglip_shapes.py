@@ -1,11 +1,11 @@
-"""Every tensor of `train.siglip` by its name, with its shape. Pure: no module is built."""
+"""Lists the name and shape of every tensor of `train.siglip`. Pure: no module is built."""
 
 from kimi_pretrain.siglip.config import SiglipConfig
 from kimi_pretrain.weights.shapes import SIGLIP, Shapes
 
 
 def siglip_shapes(config: SiglipConfig | None, width: int) -> Shapes:
-    """Return name -> shape of every tensor of `train.siglip`, in no order; none where it is off.
+    """Return name -> shape of every tensor of `train.siglip`, unordered; empty if it is off.
 
     Args:
         width: `model.vision.width`.

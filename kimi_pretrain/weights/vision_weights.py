@@ -1,9 +1,9 @@
-"""What a fresh run's encoder starts from: `train.vision_weights`, matched by headers alone.
+"""Matches the initial weights of a fresh run's encoder (`train.vision_weights`) by headers.
 
-A file or folder in any layout that `moonvit3d.layouts` knows (Kimi K2.5's, SigLIP's, those of
-transformers), or a checkpoint of ours, on a disk or in an object store. Of a whole model only the
-files that hold the encoder are looked at, and of the encoder one part may be taken alone: a stage
-of training with another language model has a projector of another width, and takes the tower.
+The source is a file or folder in any layout that `moonvit3d.layouts` knows (Kimi K2.5, SigLIP,
+transformers), or a checkpoint of this project, on disk or in an object store. In a whole model only
+the files that hold the encoder are read. One part of the encoder can be loaded without the other: a
+stage with another language model needs a projector of another width and loads only the tower.
 """
 
 from collections.abc import Mapping
@@ -24,13 +24,13 @@ from moonvit3d.layouts import LAYOUTS, NameScheme, Part, TensorHeader, assemble,
 
 _PARTS: dict[str, Part] = {"tower": "vision_tower", "projector": "mm_projector"}
 _TOWER, _PROJECTOR = VISION
-# Names of a whole model, of a SigLIP model and of a checkpoint that are no part of an encoder.
+# Prefixes in whole models, SigLIP models and checkpoints that do not belong to an encoder.
 _SKIPPED = (OPTIMIZER, SIGLIP, *sorted({prefix for layout in LAYOUTS for prefix in layout.skipped}))
 
 
 @dataclass(frozen=True)
 class VisionWeights(Weights):
-    """Stored tensors matched with an encoder's parameters; q, k and v may be stored apart."""
+    """Stored tensors matched with an encoder's parameters; q, k and v may be separate tensors."""
 
     layout: NameScheme
     config: MoonViTConfig
@@ -43,15 +43,15 @@ class VisionWeights(Weights):
 def open_vision_weights(
     uri: str, part: Literal["tower", "projector", "both"] | None, config: MoonViTConfig
 ) -> VisionWeights:
-    """Match weights with an encoder; headers are read, no tensor.
+    """Match weights with an encoder; only headers are read.
 
     Args:
         uri: a .safetensors file, a Hugging Face folder, a checkpoint or a run's folder (its newest
             checkpoint); a path or s3://bucket/prefix.
-        part: None: both, and of SigLIP, which has no projector, the tower.
+        part: part to load; None loads both, or only the tower from SigLIP, which has no projector.
 
     Raises:
-        FileNotFoundError: nothing there.
+        FileNotFoundError: there is nothing at the URI.
         CheckpointError: as `match_vision`.
     """
     where = latest_in(uri)
@@ -65,11 +65,11 @@ def match_vision(
     part: Literal["tower", "projector", "both"] | None,
     config: MoonViTConfig,
 ) -> VisionWeights:
-    """Match weights with an encoder by their headers; `where` they are, for messages.
+    """Match weights with an encoder by their headers; `where` is the location, for messages.
 
     Raises:
-        CheckpointError: a part is not there, a tensor of it is missing, unexpected, of another
-            shape or type; or the heads, `norm_eps` or `rope_theta` are others.
+        CheckpointError: a part is missing; a tensor is missing, unexpected, or of another shape or
+            dtype; or the heads, `norm_eps` or `rope_theta` differ.
     """
     headers = {
         name: TensorHeader(header.shape, header.dtype)
@@ -92,7 +92,7 @@ def _check_parts(part: str | None, layout: NameScheme, sources: Mapping[str, obj
 
 
 def _hint(part: str | None, headers: Mapping[str, object], error: str) -> str:
-    """Say how to take the tower alone, where that may be what is wanted."""
+    """Suggest loading only the tower if that may be the intention."""
     of_projector = "projector" in error.partition(":")[0] or _PROJECTOR in error
     tower = any(_TOWER in name or "vision_model." in name for name in headers)
     if part in (None, "both") and of_projector and tower:
@@ -101,7 +101,7 @@ def _hint(part: str | None, headers: Mapping[str, object], error: str) -> str:
 
 
 def _check_constants(reader: WeightReader, where: str, config: MoonViTConfig) -> None:
-    """Compare what leaves no trace in shapes: heads, norm_eps, rope_theta."""
+    """Compare settings that do not show in shapes: heads, norm_eps, rope_theta."""
     stated = dict(reader.stated)
     if reader.manifest is not None:
         stated = reader.manifest.model.get("vision", {})

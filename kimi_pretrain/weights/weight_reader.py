@@ -1,11 +1,11 @@
-"""Tensors in safetensors files: found by their headers, checked, read one at a time.
+"""Reads tensors from safetensors files one at a time, located by their headers and verified.
 
-A Hugging Face folder has one `model.safetensors`, or several files and an index that says which
-tensor is where. A checkpoint of ours has a manifest besides. Either lies on a disk or in an object
+A Hugging Face folder has one `model.safetensors`, or several files and an index that maps tensors
+to files. A checkpoint of this project also has a manifest. Both may be on disk or in an object
 store. Nothing is executed: a folder of pickles is refused.
 
-A checkpoint's manifest holds the SHA-256 of its files: no tensor is returned before its file was
-compared with that. Hugging Face folders have no hashes.
+A checkpoint's manifest holds the SHA-256 of its files. No tensor is returned before its file has
+been verified against it. Hugging Face folders have no hashes.
 """
 
 import os
@@ -44,12 +44,12 @@ CONFIG = "config.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp", ".npz", ".npy")
 SUFFIX = ".safetensors"
 _MOST_CONFIG_BYTES = 16 << 20
-_THREADS = 16  # files whose headers are read at a time
+_THREADS = 16  # headers that are read concurrently
 
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """Shape, torch's type and place of a stored tensor: a file's name, and the first byte there."""
+    """Header of a stored tensor: shape, torch dtype, file name, and byte offset in the file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -59,17 +59,17 @@ class TensorHeader:
 
 @dataclass(frozen=True)
 class WeightReader:
-    """The tensors of a folder. Headers are read at once, tensors when asked for.
+    """Tensors of a folder. Headers are read when it is opened, tensors on demand.
 
-    May be sent to other processes, which then read no headers.
+    A reader may be sent to other processes, which then read no headers.
 
     Attributes:
         where: the folder or URI.
-        headers: of every tensor, by name, in the order of names.
-        config: config.json of a Hugging Face folder that has one.
-        manifest: of a checkpoint of ours.
-        stated: the encoder's sizes that `moonvit3d.weights` notes in a file of its own.
-        manifest_sha256: of the manifest's file.
+        headers: headers of all tensors, by name, in name order.
+        config: config.json of a Hugging Face folder, if present.
+        manifest: manifest of a checkpoint of this project.
+        stated: encoder sizes that `moonvit3d.weights` recorded in its file.
+        manifest_sha256: SHA-256 of the manifest file.
     """
 
     where: str
@@ -80,7 +80,7 @@ class WeightReader:
     manifest_sha256: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out open files and what was verified: each process does both for itself."""
+        """Exclude open files and verification results, which each process creates for itself."""
         left_out = ("_files", "_verified")
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
@@ -93,26 +93,26 @@ class WeightReader:
         return _Verified(self)
 
     def verify(self, name: str) -> None:
-        """Compare a tensor's file, and the index that places it there, with the manifest once.
+        """Verify a tensor's file and the checkpoint's index against the manifest, once.
 
         Does nothing for a Hugging Face folder. May be called from any thread.
 
         Raises:
-            CheckpointError: one of them is damaged.
+            CheckpointError: one of the files is damaged.
         """
         if self.manifest is not None:
             self._verified.check((CHECKPOINT_INDEX, self.headers[name].file))
 
     def mark_verified(self, files: Collection[str]) -> None:
-        """Take these files for verified: the ranks of a job have shared the hashing."""
+        """Treat these files as verified: the ranks of a job have shared the hashing."""
         if self.manifest is not None:
             self._verified.whole.update(files)
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor on the CPU, in its own type. May be called from any thread.
+        """Return a tensor on the CPU in its stored dtype. May be called from any thread.
 
         Raises:
-            CheckpointError: its file is damaged, gone, or ends before it.
+            CheckpointError: the tensor's file is damaged, missing or too short.
         """
         self.verify(name)
         header = self.headers[name]
@@ -122,12 +122,12 @@ class WeightReader:
         return tensor
 
     def place(self, name: str) -> str:
-        """Return file and name of a tensor, for messages."""
+        """Return the file and name of a tensor, for messages."""
         return f"{self.where}/{self.headers[name].file}: {name}"
 
 
 class _Verified:
-    """Which files of a checkpoint were found to be as they were written."""
+    """Files of a checkpoint that have been verified so far."""
 
     def __init__(self, reader: WeightReader):
         assert reader.manifest is not None
@@ -148,15 +148,15 @@ class _Verified:
 def open_weights(
     uri: str | os.PathLike[str], wanted: Callable[[str], bool] = lambda name: True
 ) -> WeightReader:
-    """Read the headers of a folder: a checkpoint of ours, or Hugging Face's safetensors.
+    """Read the headers of a folder: a checkpoint of this project, or Hugging Face safetensors.
 
     Args:
-        uri: a path, or s3://bucket/prefix; or one .safetensors file, or an index, of a folder.
-        wanted: of the names in an index. A file that holds none of them is not looked for.
+        uri: a path or s3://bucket/prefix; or one .safetensors file or an index in a folder.
+        wanted: filter for the names in an index; files that hold no wanted tensor are not opened.
 
     Raises:
-        FileNotFoundError: no such folder, or no weights in it.
-        CheckpointError: pickled weights; a file that is missing or damaged.
+        FileNotFoundError: the folder does not exist or has no weights.
+        CheckpointError: the weights are pickled, or a file is missing or damaged.
     """
     folder, _, name = os.fspath(uri).rpartition("/")
     if name == INDEX:
@@ -177,14 +177,14 @@ def open_weights(
 
 
 def checkpoint_weights(checkpoint: Checkpoint) -> WeightReader:
-    """Return the tensors of a checkpoint of ours, the optimizer's among them.
+    """Return the tensors of a checkpoint of this project, including the optimizer's.
 
     Raises:
-        CheckpointError: it is not complete, or damaged.
+        CheckpointError: the checkpoint is incomplete or damaged.
     """
     checkpoint.warn_if_unhashed()
     files = checkpoint.weight_map()
-    with ThreadPoolExecutor(_THREADS) as pool:  # each file's header is read once, several at a time
+    with ThreadPoolExecutor(_THREADS) as pool:  # reads each file's header once, several at a time
         list(pool.map(checkpoint.header, sorted(set(files.values()))))
     headers = {name: _header(checkpoint.entry(name), files[name]) for name in sorted(files)}
     manifest, sha256 = checkpoint.manifest(), checkpoint.manifest_sha256()
@@ -192,12 +192,12 @@ def checkpoint_weights(checkpoint: Checkpoint) -> WeightReader:
 
 
 def and_more(count: int) -> str:
-    """Say how many others there are, after the first that a message names."""
+    """Return " (and N more)" for a message that names only the first item, or "" if N is 0."""
     return f" (and {count:,} more)" if count > 0 else ""
 
 
 def _folder(uri: str | os.PathLike[str]) -> tuple[Files, list[str]]:
-    """The files of a folder, and the names of all that lie directly in it."""
+    """Return the files of a folder, and the names directly in it."""
     place = open_place(uri)
     if place.folder is None:
         names = [key for key in place.store.list() if "/" not in key]
@@ -233,7 +233,7 @@ def _no_weights(where: str, names: list[str]) -> Exception:
 def _hugging_face(
     files: Files, wanted: Mapping[str, set[str] | None], names: list[str]
 ) -> WeightReader:
-    """Read headers; `wanted` says which tensors of which file, None for all of them."""
+    """Read headers; `wanted` maps each file to its tensors, or to None for all tensors."""
     headers: dict[str, TensorHeader] = {}
     with ThreadPoolExecutor(_THREADS) as pool:
         entries = pool.map(lambda file: read_header(files, file, files.size(file)), wanted)
@@ -262,7 +262,7 @@ def _stated(files: Files, file: str) -> dict[str, Any]:
 def _indexed(
     files: Files, names: list[str], wants: Callable[[str], bool]
 ) -> dict[str, set[str] | None]:
-    """Return file -> its tensors, of an index."""
+    """Return file -> its wanted tensors, from an index."""
     where = files.where(INDEX)
     weight_map = _json(files, INDEX, MOST_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

@@ -1,7 +1,7 @@
-"""Writes safetensors files whose tensors come one at a time, and the index that names them.
+"""Writes safetensors files from tensors that are made one at a time, and their index.
 
-Sizes are known before the first byte, so that headers come first, and of a model of whatever size
-little more than one tensor is held. The folder gets its name when it is complete.
+Sizes are known before the first byte, so the headers can come first, and little more than one
+tensor is in memory. The folder gets its final name once it is complete.
 """
 
 import json
@@ -26,7 +26,7 @@ from moonvit3d.safetensors_io import (
 
 
 class OutputTensor(NamedTuple):
-    """A tensor to write, and what it is made from: those of one source may be made together."""
+    """A tensor to write, and its source; tensors of one source may be made together."""
 
     name: str
     source: str
@@ -35,11 +35,11 @@ class OutputTensor(NamedTuple):
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder to fill; it gets its name at the end, or is removed after an error.
+    """Yield a folder to fill; rename it to its final name at the end, or remove it on an error.
 
     Raises:
-        ValueError: there is something already, also what another call is making or has left.
-        FileNotFoundError: the folder around it does not exist.
+        ValueError: the folder exists, or another call is writing it or left it incomplete.
+        FileNotFoundError: the parent folder does not exist.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there already: choose another name, or remove it")
@@ -70,14 +70,14 @@ def write(
     limit: int,
     progress: Callable[[int], object] = lambda _: None,
 ) -> dict[str, str]:
-    """Write files and index into a folder that is there.
+    """Write files and index into an existing folder.
 
-    In a file in which some tensor would not be aligned, the wide types come first.
+    In a file in which some tensor would not be aligned, the wide dtypes come first.
 
     Args:
-        tensors: in the order in which they are divided among files.
-        make: from a source to all tensors of that source, by name; called once for each.
-        limit: bytes of tensors in a file.
+        tensors: tensors in the order in which they are divided among files.
+        make: returns all tensors of a source, by name; called once per source.
+        limit: bytes of tensors per file.
         progress: called with the bytes of every tensor that was written.
 
     Returns:
@@ -88,7 +88,7 @@ def write(
     sizes = {name: entry.nbytes for name, entry in entries.items()}
     files = split_by_size(sizes, limit)
     weight_map: dict[str, str] = {}
-    made: dict[str, Tensor] = {}  # what waits for its turn
+    made: dict[str, Tensor] = {}  # tensors that are made but not yet written
 
     def take(name: str) -> Tensor:
         if name not in made:
@@ -110,14 +110,14 @@ def write(
 
 
 def write_json(file: Path, value: object) -> None:
-    """Write JSON that people can read."""
+    """Write indented JSON."""
     with synced(file) as out:
         out.write((json.dumps(value, indent=2) + "\n").encode())
 
 
 @contextmanager
 def synced(file: Path) -> Iterator[BinaryIO]:
-    """A file whose bytes are on the disk when it is closed."""
+    """Open a file for writing; its bytes are on disk when it closes."""
     with file.open("wb") as out:
         yield out
         out.flush()

@@ -1,1 +1,1 @@
-"""A chain: the stages of a pre-training in one file, each a run that goes on from others."""
+"""Chains: several pre-training stages in one file; each is a run that can use earlier stages."""

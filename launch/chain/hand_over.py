@@ -1,9 +1,9 @@
-"""Checks a chain before its first stage starts: what is finished, and what each stage takes over.
+"""Checks a chain before its first stage starts: finished stages and all hand-overs.
 
-What a stage takes from one that has finished, or from elsewhere, is opened; what an earlier stage
-has yet to write is known from its configuration (`kimi_pretrain.weights.planned`). Headers are
-read, no tensor. status.json of a stage's run folder says how far it is, and BEGAN there, which its
-run wrote, of which checkpoints of earlier stages it is.
+The inputs that a stage takes from a finished stage, or from elsewhere, are opened. The outputs that
+an earlier stage has yet to write are predicted from its config (`kimi_pretrain.weights.planned`).
+Only headers are read. In a stage's run folder, status.json holds its progress, and the file BEGAN,
+which its run wrote, names the checkpoints of earlier stages that it started from.
 """
 
 import json
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Progress(Enum):
-    """How far a stage is: not begun, begun, or finished."""
+    """Progress of a stage: not started, started, or finished."""
 
     NEW = "to be run"
     BEGUN = "to be gone on with"
@@ -37,14 +37,14 @@ class Progress(Enum):
 
 @dataclass(frozen=True)
 class CheckedStage:
-    """A stage that can run, or has.
+    """A stage that can run, or has finished.
 
     Attributes:
-        stage: with its configuration.
-        progress: how far it is.
-        status: what its folder says; None before it has begun.
-        changed: what the file says otherwise than at its last start, where that is allowed.
-        settings: of the model, that are otherwise where its weights come from.
+        stage: the stage with its config.
+        progress: progress of the stage.
+        status: status in its run folder; None before it has started.
+        changed: allowed differences between the file and the stage's last start.
+        settings: model settings that differ in the source of its weights.
     """
 
     stage: PlannedStage
@@ -55,16 +55,16 @@ class CheckedStage:
 
     @property
     def has_own(self) -> bool:
-        """Whether it needs no longer what it began from."""
+        """True if the stage no longer needs its inputs."""
         saved = self.status is not None and self.status.checkpoint is not None
         return saved or self.progress is Progress.FINISHED
 
 
 def check_chain(stages: Sequence[PlannedStage]) -> list[CheckedStage]:
-    """Check every hand-over of a chain, and that what is finished was run as the file says.
+    """Check every hand-over of a chain, and that finished stages ran with the file's settings.
 
     Raises:
-        ValueError: names the stage and what does not fit.
+        ValueError: names the stage and the conflict.
     """
     checked = list[CheckedStage]()
     for stage in stages:
@@ -100,7 +100,7 @@ def check_chain(stages: Sequence[PlannedStage]) -> list[CheckedStage]:
 
 @contextmanager
 def of_stage(stage: PlannedStage) -> Iterator[None]:
-    """Name the stage in a user's error; its exit code stays that of its cause."""
+    """Prefix a user error with the stage's name; its exit code stays that of its cause."""
     try:
         yield
     except Exception as error:
@@ -110,9 +110,9 @@ def of_stage(stage: PlannedStage) -> Iterator[None]:
 
 
 def _check_began(one: CheckedStage, taker: CheckedStage) -> None:
-    """Refuse a finished stage that was gone on with, or made anew, after another began from it."""
+    """Refuse a finished stage that was continued or run again after a later stage used it."""
     stage, file = one.stage, taker.stage.folder / BEGAN
-    if not taker.has_own or not file.is_file():  # of an earlier version
+    if not taker.has_own or not file.is_file():  # an earlier version wrote no file
         return
     try:
         noted = json.loads(file.read_text())
@@ -122,7 +122,7 @@ def _check_began(one: CheckedStage, taker: CheckedStage) -> None:
     except (ValueError, AttributeError):
         raise ValueError(f"{file}: expected the checkpoints that a run began from") from None
     uri = latest_in(stage.folder)
-    if uri == str(stage.folder):  # removed for room: nobody needs it any more
+    if uri == str(stage.folder):  # removed to free space: no stage needs it any more
         return
     newest = open_checkpoint(uri)
     if {*began} == {newest.manifest_sha256()} or (one.status and newest.step != one.status.step):
@@ -135,7 +135,7 @@ def _check_began(one: CheckedStage, taker: CheckedStage) -> None:
 
 
 def _status_of(folder: Path) -> Status | None:
-    """Return how far a stage is; a checkpoint that is there counts where status.json lacks it."""
+    """Return the status of a stage; an existing checkpoint counts even if status.json lacks it."""
     status = read_status(folder)
     if status is not None and (status.checkpoint is not None or status.state == "finished"):
         return status
@@ -147,7 +147,7 @@ def _status_of(folder: Path) -> Status | None:
 
 
 def _check_begun(stage: PlannedStage) -> list[str]:
-    """Refuse to go on with a stage that began from something else; returns other differences."""
+    """Refuse to resume a stage that started from other inputs; return the other differences."""
     found = load_config(stage.folder / "config.yaml").model_dump(mode="json")
     wanted = stage.config.model_dump(mode="json")
     changed = list(differences(found, wanted))
@@ -175,7 +175,7 @@ def _check_hand_over(stage: PlannedStage, planned: Mapping[str, "WeightReader"])
 
 
 def _check_takers(takers: Sequence[CheckedStage]) -> None:
-    """Refuse to run a stage of which a later one has what an earlier run of it left."""
+    """Refuse to run a stage if a later stage already used the output of an earlier run of it."""
     for taker in takers:
         if taker.has_own:
             raise ValueError(
@@ -186,7 +186,7 @@ def _check_takers(takers: Sequence[CheckedStage]) -> None:
 
 
 def _check_finished(one: CheckedStage, handed_on: bool) -> None:
-    """Refuse a stage that was run otherwise than the file says now, or lost what it hands on."""
+    """Refuse a stage that ran with other settings than the file's, or lost its final checkpoint."""
     stage, status = one.stage, one.status
     assert status is not None
     found = load_config(stage.folder / "config.yaml").model_dump(mode="json")
@@ -207,7 +207,7 @@ def _check_finished(one: CheckedStage, handed_on: bool) -> None:
 
 
 def differences(found: Any, wanted: Any, key: str = "") -> Iterator[str]:
-    """Yield "key=value, now value" of every key of two plain configurations that differ."""
+    """Yield "key=value (now value)" for every key that differs between two plain configs."""
     if isinstance(found, dict) and isinstance(wanted, dict):
         for name in sorted({*found, *wanted}):
             inner = f"{key}.{name}" if key else name

@@ -1,8 +1,8 @@
-"""Runs a chain on this machine: one stage after the other, each as `kimi-pretrain train` would.
+"""Runs a chain on this machine, one stage after the other, each as `kimi-pretrain train` would.
 
-A stage's processes are torchrun's, also where there is one: no stage sees what another left behind
-in its process. The configuration is written into the run folder and read from there, so that an
-edit while an earlier stage runs changes nothing.
+A stage always runs in processes of torchrun, even if it has only one, so that no state leaks from
+stage to stage. The config is written into the run folder and read from there, so that editing the
+file while an earlier stage runs has no effect.
 """
 
 import hashlib
@@ -25,19 +25,20 @@ from launch.chain.stages_file import PlannedStage
 from launch.local.job import LATEST, Job
 from launch.local.start import Machines, start
 
-# Run folder of a stage that is to run -> the loader's state in which it will end.
+# Maps the run folder of a stage to the loader state in which it will end.
 EndStates = dict[str, Callable[[], dict[str, Any]]]
-# So long the ranks of a start that was killed may take to save and end.
+# Time for the ranks of a killed start to save and end.
 PATIENCE_S = 60.0
 
 
 def run_chain(stages: Sequence[PlannedStage], max_restarts: int = 0) -> int:
-    """Check all stages, and run those that have not finished; returns the exit code of the last.
+    """Check all stages and run the unfinished stages; return the exit code of the last one.
 
-    0: all have finished. NO_PROGRESS: one was stopped in order, and the same command goes on.
+    The code is 0 if all have finished. NO_PROGRESS means that a stage was stopped in an orderly way
+    and that the same command resumes it.
 
     Raises:
-        ValueError: a stage cannot run; before any is started.
+        ValueError: a stage cannot run; raised before any stage starts.
     """
     for stage in stages:
         _await_former_start(stage.folder)
@@ -53,12 +54,12 @@ def run_chain(stages: Sequence[PlannedStage], max_restarts: int = 0) -> int:
         status = read_status(one.stage.folder)
         if code or status is None or status.state != "finished":
             typer.echo(f"{one.stage}: not finished; the same command goes on with it")
-            return code or NO_PROGRESS  # what comes after the command wants the last stage's end
+            return code or NO_PROGRESS  # commands that follow rely on the end of the last stage
     return 0
 
 
 def told(one: CheckedStage) -> str:
-    """Return a stage's line."""
+    """Return the status line of a stage."""
     if one.progress is Progress.NEW:
         return f"{one.stage}: {one.stage.folder}"
     assert one.status is not None
@@ -71,12 +72,12 @@ def told(one: CheckedStage) -> str:
 def check_stage(
     one: CheckedStage, to_come: EndStates, patience: float | None = None, *, here: bool = False
 ) -> None:
-    """Check data, memory, attention and the place of checkpoints of a stage that is to run.
+    """Check the data, memory, attention and checkpoint location of a stage that is to run.
 
     Args:
-        to_come: of the stages before that are to run; this one's is added.
-        patience: most seconds to wait for a store that does not answer.
-        here: this machine is to run it.
+        to_come: end states of the earlier stages that are to run; this stage's is added.
+        patience: longest wait in seconds for a store that does not answer.
+        here: True if this machine runs the stage.
 
     Raises:
         ValueError: as `preflight.check_start`, with the stage's name.
@@ -108,7 +109,7 @@ def check_stage(
 
 
 def check_place(one: CheckedStage, patience: float | None = None) -> None:
-    """Check what lies where a stage saves: nothing of another run, or what it can go on from.
+    """Check that a stage's checkpoint location holds nothing of another run and can be resumed.
 
     Raises:
         ValueError: as `run_history.check_unused` and `check_latest`.
@@ -124,7 +125,7 @@ def check_place(one: CheckedStage, patience: float | None = None) -> None:
 
 
 def _check_devices(config: Config) -> None:
-    """Refuse more ranks than there are GPUs, where there are some."""
+    """Refuse more ranks than GPUs, if the machine has GPUs."""
     import torch
 
     ranks, gpus = config.layout.world_size(), torch.cuda.device_count()
@@ -139,7 +140,7 @@ def _check_devices(config: Config) -> None:
 def _run(one: CheckedStage, max_restarts: int) -> int:
     folder, config = one.stage.folder, one.stage.config
     folder.mkdir(parents=True, exist_ok=True)
-    # Named by its content: it is written before the folder is locked, and another may write there.
+    # Named by its content, because another process may write one before the folder is locked.
     text = dump_config(config)
     file = folder / f"job-{hashlib.sha256(text.encode()).hexdigest()[:8]}.yaml"
     write_whole(file, text)
@@ -149,10 +150,10 @@ def _run(one: CheckedStage, max_restarts: int) -> int:
 
 
 def _await_former_start(folder: Path) -> None:
-    """Wait for the ranks of a start that was killed: they save and end by themselves.
+    """Wait for the ranks of a killed start, which save and then end.
 
     Raises:
-        RunLocked: they, or another run, are still there after a minute.
+        RunLocked: these ranks, or another run, still hold the folder after a minute.
     """
     if not folder.is_dir():
         return

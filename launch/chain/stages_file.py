@@ -1,7 +1,7 @@
-"""The file of a chain: its stages in order, and what each takes over. Pure but for reading files.
+"""Reads the file of a chain: its stages in order, and their inputs. Pure except for reading files.
 
-    run_dir: runs/k25                       # each stage's run folder lies in it, under its name
-    set: {data.root: s3://bucket/corpus}    # of all stages
+    run_dir: runs/k25                       # parent of the stages' run folders
+    set: {data.root: s3://bucket/corpus}    # for all stages
     stages:
     - stage: captions
       config: captions_moonlight            # a preset, or a YAML file
@@ -11,7 +11,7 @@
       config: projector_kimi_k25
       take: {weights: /models/Kimi-K2-Base, vision: captions, part: tower}
 
-A source that is the name of an earlier stage stands for that one's last checkpoint.
+A source with the name of an earlier stage means that stage's last checkpoint.
 """
 
 import re
@@ -38,9 +38,9 @@ _NAME = re.compile(r"[A-Za-z0-9_][\w.-]*")
 
 
 class Take(Section):
-    """What a stage takes over; each source is an earlier stage, a path or an s3:// URI.
+    """Inputs of a stage; each source is an earlier stage, a path or an s3:// URI.
 
-    What is not written here stays as the stage's configuration says.
+    A key that is not set here keeps its value in the stage's config.
     """
 
     weights: str | None = None
@@ -54,36 +54,36 @@ class Take(Section):
 
 
 class Stage(Section):
-    """One stage: a run."""
+    """One stage, which is one run."""
 
     stage: str
-    """Its name: `train.stage`, and the name of its run folder. [-; launch/chain/stages_file.py]"""
+    """Name of the stage (`train.stage`) and of its run folder. [-; launch/chain/stages_file.py]"""
     config: str
     """A preset, or a YAML file. [-; launch/chain/stages_file.py]"""
     set: dict[str, Any] = Field(default_factory=dict)
-    """Keys of the configuration, such as data.root, and their values.
+    """Keys of the config, such as data.root, and their values.
     [-; launch/chain/stages_file.py]"""
     take: Take | None = None
-    """What it takes over; null: what its configuration says. [-; launch/chain/stages_file.py]"""
+    """Inputs of the stage; null: as in its config. [-; launch/chain/stages_file.py]"""
     slurm: SlurmRequest = SlurmRequest()
-    """Of its SLURM job, in place of the chain's. [-; launch/slurm/request.py]"""
+    """Options of its SLURM job, which override the chain's. [-; launch/slurm/request.py]"""
 
 
 class Chain(Section):
-    """The whole file."""
+    """The file of a chain."""
 
     run_dir: str | None = None
-    """Where the stages' run folders lie; --run-dir comes before it.
+    """Parent folder of the stages' run folders; --run-dir overrides it.
     [-; launch/chain/stages_file.py]"""
     set: dict[str, Any] = Field(default_factory=dict)
-    """As that of a stage, for all; a stage's own come after it. [-; launch/chain/stages_file.py]"""
+    """`set` for all stages; each stage can override it. [-; launch/chain/stages_file.py]"""
     slurm: SlurmRequest = SlurmRequest()
-    """Of every stage's SLURM job. [-; launch/slurm/request.py]"""
+    """Options of every stage's SLURM job. [-; launch/slurm/request.py]"""
     stages: list[Stage] = Field(min_length=1)
-    """In the order in which they run. [-; launch/chain/stages_file.py]"""
+    """The stages, in the order in which they run. [-; launch/chain/stages_file.py]"""
 
 
-# Keys that `take` and the name of a stage decide.
+# Keys that `take` and the name of a stage determine.
 TAKEN = {
     "train.start_from": "take.weights",
     "train.vision_weights": "take.vision",
@@ -95,15 +95,15 @@ TAKEN = {
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """A stage with its whole configuration.
+    """A stage with its complete config.
 
     Attributes:
-        name: of the stage.
-        number, count: its place, from 1, among so many.
-        folder: its run folder; absolute.
-        config: with what it takes over: an earlier stage as that one's run folder.
-        sources: the names of the earlier stages that it takes from, by the key.
-        slurm: of its job.
+        name: name of the stage.
+        number, count: position from 1, and number of stages.
+        folder: run folder; absolute.
+        config: config including the inputs; an earlier stage appears as its run folder.
+        sources: config key -> name of the earlier stage that provides it.
+        slurm: options of its SLURM job.
     """
 
     name: str
@@ -121,15 +121,15 @@ class PlannedStage:
 def read_stages(
     path: str | Path, overrides: Sequence[str] = (), run_dir: Path | None = None
 ) -> list[PlannedStage]:
-    """Read a chain's file and the configurations of its stages, and check each by itself.
+    """Read a chain's file and the configs of its stages, and check each stage separately.
 
     Args:
-        path: a file, or the name of a shipped one.
-        overrides: `section.key=value`, for all stages, after the file's own.
-        run_dir: in place of the file's.
+        path: a file, or the name of a shipped file.
+        overrides: `section.key=value` for all stages, applied after the file's values.
+        run_dir: overrides the file's `run_dir`.
 
     Raises:
-        ConfigError: names the stage and every key that is wrong.
+        ConfigError: names the stage and every wrong key.
     """
     file = find_config(path, "stages")
     chain = parse_section(Chain, read_yaml(file, "stages"), str(file))
@@ -185,7 +185,7 @@ def _planned(
 
 
 def _sources(chain: Chain, index: int, where: str) -> Iterator[tuple[str, str]]:
-    """Yield the key and the name of each earlier stage that a stage takes from."""
+    """Yield the config key and the name of each earlier stage that a stage uses."""
     take = chain.stages[index].take or Take()
     names = [stage.stage for stage in chain.stages]
     for key, source in (("weights", take.weights), ("vision", take.vision)):
@@ -204,12 +204,12 @@ def _sources(chain: Chain, index: int, where: str) -> Iterator[tuple[str, str]]:
 
 
 def _texts(values: Mapping[str, Any]) -> list[str]:
-    """Return the values as overrides."""
+    """Return the values in the form of overrides."""
     return [f"{key}={one_line(value)}" for key, value in values.items()]
 
 
 def _check_places(stages: Sequence[PlannedStage], file: Path) -> None:
-    """Refuse two stages that save to one place, and one that hands on and saves nothing."""
+    """Refuse stages that share a checkpoint location, and a source stage that saves nothing."""
     places: dict[str, str] = {}
     for stage in stages:
         place = stage.config.checkpoint.place or str(stage.folder / "checkpoints")

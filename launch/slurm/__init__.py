@@ -1,1 +1,1 @@
-"""Jobs under SLURM: the batch script, submitting it, following it."""
+"""Jobs under SLURM: the batch script, submission, and following a job's log."""

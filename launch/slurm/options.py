@@ -1,43 +1,43 @@
-"""The options of a SLURM job, checked before anything is submitted."""
+"""Options of a SLURM job, checked before anything is submitted."""
 
 import re
 from dataclasses import dataclass
 
-# The signal may come so much early: SLURM looks at its timers once a minute.
+# SLURM checks its timers once a minute, so the signal may come this much early.
 EARLY_SECONDS = 60
-# Of --save-seconds, kept for the requeue after the ranks have been given up.
+# Part of --save-seconds that is reserved for the requeue after the ranks are ended.
 SPARE_SECONDS = 30
 
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """The options of a SLURM job.
+    """Options of a SLURM job.
 
     Attributes:
         nodes: number of nodes.
         tasks_per_node: ranks on each node, one per GPU.
-        gpus_per_node: GPUs to ask for; 0 asks for none (CPU).
+        gpus_per_node: GPUs to request; 0 requests none (CPU).
         cpus_per_task: cores for each rank.
-        name: of the job.
-        time: limit, "days-hours:minutes:seconds".
-        partition, account: as the cluster calls them; None for its default.
-        save_seconds: upper bound of a step and a save, in seconds. The signal is asked for so much
-            and a minute before the limit. Ranks that have not stopped shortly before the end of
-            this time are given up (`stop_seconds`).
-        requeue: requeue the job after the limit, pre-emption and failures.
-        max_restarts: failures in a row without a newer checkpoint that are tried again;
-            pre-emption and lost nodes do not count.
-        after: numbers of jobs that must succeed first; if one fails, this one is cancelled.
-        seeds: one element of an array for each, with a run folder of its own; empty for no array.
+        name: name of the job.
+        time: time limit, "days-hours:minutes:seconds".
+        partition, account: names on the cluster; None for its default.
+        save_seconds: upper bound of a step plus a save, in seconds. The signal is requested this
+            time plus a minute before the limit. Ranks that are still running shortly before the
+            end of this time are ended (`stop_seconds`).
+        requeue: requeue the job after the time limit, pre-emption and failures.
+        max_restarts: consecutive failures without a newer checkpoint that are retried; pre-emption
+            and lost nodes do not count.
+        after: numbers of jobs that must succeed first; if one fails, this job is cancelled.
+        seeds: seeds of an array, with one element and one run folder each; empty for no array.
         modules: names for `module load`.
-        setup: shell lines run before training, for example to activate an environment.
+        setup: shell lines to run before training, for example to activate an environment.
         container: image for `srun --container-image` (pyxis and enroot).
         mounts: "outside:inside" folders for the container; the run folder is added.
         python: interpreter that has this package, inside the container if there is one.
         directives: further options of sbatch, as "key=value" or "key".
 
     Raises:
-        ValueError: an option has an impossible value; names it.
+        ValueError: an option has an impossible value; names the option.
     """
 
     nodes: int
@@ -84,12 +84,12 @@ class SlurmOptions:
 
     @property
     def signal_seconds(self) -> int:
-        """Seconds before the limit at which SLURM is asked for the signal."""
+        """Seconds before the time limit at which SLURM is asked to send the signal."""
         return self.save_seconds + EARLY_SECONDS
 
     @property
     def stop_seconds(self) -> int:
-        """Seconds after the signal at which the ranks are given up: SLURM requeues no late job."""
+        """Seconds after the signal at which late ranks are ended, so that a requeue is possible."""
         spare = max(SPARE_SECONDS, self.save_seconds // 10)
         return self.save_seconds - min(spare, self.save_seconds // 2)
 
@@ -106,7 +106,7 @@ class SlurmOptions:
 
 
 def limit_seconds(text: str) -> int | None:
-    """Return a time limit as sbatch reads it, in seconds; None for no limit.
+    """Parse a time limit as sbatch does; return seconds, or None for no limit.
 
     The forms are "minutes", "minutes:seconds", "hours:minutes:seconds", "days-hours",
     "days-hours:minutes" and "days-hours:minutes:seconds" (man sbatch).
@@ -147,7 +147,7 @@ def nodes_for(world_size: int, gpus_per_node: int, tasks_per_node: int | None) -
 
 
 def parse_seeds(text: str | None) -> tuple[int, ...]:
-    """Return the seeds of a text such as "1,2,5-8", sorted; none for None.
+    """Parse seeds such as "1,2,5-8" and return them sorted; () for None.
 
     Raises:
         ValueError: the text has another form, or a seed occurs twice.
@@ -166,14 +166,14 @@ def parse_seeds(text: str | None) -> tuple[int, ...]:
 
 
 def late_watchdog(options: SlurmOptions, timeout_seconds: float) -> str | None:
-    """Return a warning if a rank that hangs at a stop is ended before the watchdog names it.
+    """Return a warning if a rank that hangs at a stop is ended before the watchdog can name it.
 
     Args:
-        options: of the job.
+        options: options of the job.
         timeout_seconds: `train.timeout_seconds`, after which the watchdog names such a rank.
 
     Returns:
-        The warning; None if the watchdog comes in time.
+        the warning; None if the watchdog is fast enough.
     """
     if not options.requeue or timeout_seconds < options.stop_seconds:
         return None

@@ -1,4 +1,4 @@
-"""Talks to SLURM: submits a script, reads a job's state, follows its log until it has ended."""
+"""Talks to SLURM: submits a script, reads a job's state, and follows its log until it ends."""
 
 import re
 import shutil
@@ -13,9 +13,9 @@ ENDED = (
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
     "PREEMPTED", "TIMEOUT",
 )  # fmt: skip
-# The controller is one process for the whole cluster, and many commands may poll it.
+# One controller serves the whole cluster, and many commands may poll it.
 POLL_SECONDS = 2.0
-# So long a restart of the controller may take; it loses no job.
+# Tolerated outage: a restart of the controller takes time but loses no job.
 PATIENCE_SECONDS = 600.0
 
 
@@ -25,12 +25,12 @@ class JobState:
 
     Attributes:
         label: "12", or "12_3" for element 3 of array 12.
-        state: SLURM's name of it, such as "RUNNING".
-        reason: why it waits or how it ended; SLURM's "None" for no reason.
-        exit_code: of the batch script; 128 + signal if a signal ended it.
+        state: SLURM's name of the state, such as "RUNNING".
+        reason: why the job waits or how it ended; SLURM writes "None" for no reason.
+        exit_code: exit code of the batch script; 128 + signal if a signal ended it.
         restarts: number of requeues.
-        nodes: where it runs.
-        log: the file with its output.
+        nodes: nodes on which it runs.
+        log: path of its output file.
     """
 
     label: str
@@ -43,7 +43,7 @@ class JobState:
 
     @property
     def ended(self) -> bool:
-        """Whether the state is final."""
+        """True if the state is final."""
         return self.state in ENDED
 
     def __str__(self) -> str:
@@ -67,10 +67,10 @@ def check_slurm() -> None:
 
 
 def submit(script: Path) -> int:
-    """Submit a script; returns the job's number.
+    """Submit a script and return the job's number.
 
     Raises:
-        ValueError: SLURM refused it; holds SLURM's message.
+        ValueError: SLURM refused the script; contains SLURM's message.
     """
     done = subprocess.run(
         ["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False
@@ -103,7 +103,7 @@ def states(job: int) -> list[JobState] | None:
     """Return the state of a job, or of each element of an array; None if SLURM does not answer.
 
     Raises:
-        RuntimeError: SLURM does not know the job; it forgets one some time after its end.
+        RuntimeError: SLURM does not know the job; it forgets a job some time after its end.
     """
     done = subprocess.run(
         ["scontrol", "--oneliner", "show", "job", str(job)],
@@ -119,13 +119,13 @@ def states(job: int) -> list[JobState] | None:
 
 
 class Tail:
-    """Reads what was added to a file since the last call; the file need not exist yet."""
+    """Reads lines added to a file since the last call; the file need not exist yet."""
 
     def __init__(self, file: Path):
         self.file, self._read = file, 0
 
     def lines(self) -> Iterator[str]:
-        """Yield the complete new lines, without line ends."""
+        """Yield the new complete lines, without line ends."""
         try:
             with self.file.open("rb") as file:
                 file.seek(self._read)
@@ -134,7 +134,7 @@ class Tail:
             return
         whole = data[: data.rfind(b"\n") + 1]
         self._read += len(whole)
-        # A progress bar rewrites its line after each "\r": only the last version counts.
+        # A progress bar rewrites its line after each "\r": only the last version matters.
         for line in whole.decode(errors="replace").split("\n")[:-1]:
             yield line.rsplit("\r", 1)[-1]
 
@@ -144,11 +144,11 @@ def follow(
     show: Callable[[str], None],
     tell: Callable[[str], None],
 ) -> list[JobState]:
-    """Show a job's log until it has ended; returns its final state, of an array one per element.
+    """Show a job's log until it ends; return its final state, or one state per array element.
 
     Args:
-        job: its number.
-        show: called with each line of the log; of an array with the element in front.
+        job: number of the job.
+        show: called with each line of the log; for an array, the element precedes the line.
         tell: called with a line for each change of state.
 
     Raises:
@@ -166,7 +166,7 @@ def follow(
             continue
         heard = time.monotonic()
         for one in found:
-            # The log first: its lines are older than the change of state reported below.
+            # Show the log first: its lines are older than the change of state reported below.
             tail = tails.setdefault(one.label, Tail(one.log))
             front = f"{one.label}: " if "_" in one.label else ""
             for line in tail.lines():
@@ -180,7 +180,7 @@ def follow(
 
 
 def worst_exit_code(found: Sequence[JobState]) -> int:
-    """Return 0 if all completed, else the first failed one's exit code, or 1 if it has none."""
+    """Return 0 if all completed, else the first failed job's exit code, or 1 if it has none."""
     for one in found:
         if one.state != "COMPLETED":
             return one.exit_code or 1

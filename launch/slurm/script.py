@@ -1,8 +1,9 @@
-"""Fills in `job.sbatch`, the script of a training job; docs/SLURM.md says what becomes of a job.
+"""Fills in `job.sbatch`, the script of a training job; docs/SLURM.md describes the job's life.
 
-The template is plain bash and holds everything the script does. Three kinds of lines are replaced:
-`#SBATCH @OPTIONS@` by the options of sbatch, `kimi_NAME=` by the value of that name, and
-`# @SETUP@` by the setup lines as they are, so that one may begin what another ends.
+The template is plain bash and contains everything that the script does. Three kinds of lines are
+replaced: `#SBATCH @OPTIONS@` by the options of sbatch, `kimi_NAME=` by the value of that name, and
+`# @SETUP@` by the setup lines. The setup lines are inserted unchanged, so that one line may open a
+construct that a later line closes.
 """
 
 import shlex
@@ -13,17 +14,17 @@ from launch.local.job import Job
 from launch.slurm.options import SlurmOptions
 
 TEMPLATE = Path(__file__).with_name("job.sbatch")
-# Stands for an array element's seed until the job runs.
+# Placeholder for the seed of an array element until the job runs.
 SEED = "@SEED@"
 
 
 def script(job: Job, options: SlurmOptions, place: str | None = None) -> str:
-    """Return the whole text of the sbatch script.
+    """Return the complete sbatch script.
 
     Args:
-        job: what to train; with seeds, `run_dir` is the folder of all of them.
-        options: of the cluster.
-        place: of the checkpoints, where it is not the run folder's; needed with seeds only.
+        job: the training job; with seeds, `run_dir` is the parent folder of all seeds.
+        options: options of the SLURM job.
+        place: checkpoint location, if it is not in the run folder; needed only with seeds.
     """
     mounts = mounts_with(job.run_dir, options) if options.container else ()
     if options.seeds:
@@ -50,7 +51,7 @@ def script(job: Job, options: SlurmOptions, place: str | None = None) -> str:
 
 
 def element(job: Job, place: str | None) -> Job:
-    """Return what an element of an array of seeds runs: its own seed, run folder and place."""
+    """Return the job of an array element, with its own seed, run folder and checkpoint location."""
     overrides = [*job.overrides, f"train.seed={SEED}"]
     if place is not None:
         overrides.append(f"checkpoint.place={place_of_element(place, SEED)}")
@@ -59,18 +60,18 @@ def element(job: Job, place: str | None) -> Job:
 
 
 def place_of_element(place: str, seed: int | str) -> str:
-    """Return where an element of an array of seeds saves, below the configured place."""
+    """Return the checkpoint location of an array element, below the configured location."""
     return f"{place.rstrip('/')}/seed_{seed}"
 
 
 def log_file(run_dir: str, options: SlurmOptions) -> str:
-    """Return where SLURM writes the job's output, with its own signs for job (%) and element."""
+    """Return the path of the job's output, with SLURM's % placeholders for job and element."""
     number = "%A" if options.seeds else "%j"
     return f"{run_dir.replace(SEED, '%a')}/slurm-{number}.out"
 
 
 def directives(job: Job, options: SlurmOptions) -> list[str]:
-    """Return the #SBATCH lines; the user's own come last, so that they win."""
+    """Return the #SBATCH lines; the user's lines come last, so that they override the others."""
     after = ":".join(map(str, options.after))
     lines = {
         "job-name": options.name,
@@ -83,9 +84,9 @@ def directives(job: Job, options: SlurmOptions) -> list[str]:
         "account": options.account,
         "array": ",".join(map(str, options.seeds)) or None,
         "dependency": f"afterok:{after}" if after else None,
-        # Otherwise a job whose predecessor failed waits for ever.
+        # Without this, a job whose predecessor failed would wait forever.
         "kill-on-invalid-dep": "yes" if after else None,
-        # The folder must exist when sbatch runs: otherwise SLURM fails the job without a message.
+        # The folder must exist at submission: otherwise SLURM fails the job without a message.
         "output": log_file(job.run_dir, options),
         "open-mode": "append",
         # "B:" sends the signal to the script only, not to the ranks.
@@ -97,14 +98,14 @@ def directives(job: Job, options: SlurmOptions) -> list[str]:
 
 
 def setup(options: SlurmOptions) -> list[str]:
-    """Return the setup lines, each after one that keeps its text in `doing` for the log."""
+    """Return the setup lines, each after a line that keeps its text in `doing` for the log."""
     modules = [f"module load {shlex.quote(name)}" for name in options.modules]
     commands = (*modules, *options.setup)
     return [line for command in commands for line in (f"doing={shlex.quote(command)}", command)]
 
 
 def mounts_with(folder: str, options: SlurmOptions) -> tuple[str, ...]:
-    """Return the container's mounts, the run folder with them unless one of them holds it."""
+    """Return the container's mounts, plus the run folder unless a mount already contains it."""
     inside = [mount.split(":")[1 if ":" in mount else 0] for mount in options.mounts]
     if any(f"{folder}/".startswith(f"{path.rstrip('/')}/") for path in inside):
         return options.mounts

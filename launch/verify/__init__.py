@@ -1,5 +1,5 @@
-"""What `kimi-pretrain verify` starts and prints; `kimi_pretrain.verify` compares.
+"""Launches the jobs of `kimi-pretrain verify` and prints results; `kimi_pretrain.verify` compares.
 
-`verification` is the frame of both, `dep` and `resume` are what differs between them, `jobs` starts
-processes, `worker` is one of those, `terminal` prints.
+`verification` holds the common frame, `dep` and `resume` the two kinds, `jobs` starts processes,
+`worker` runs in each of these processes, and `terminal` prints.
 """

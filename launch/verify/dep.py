@@ -1,4 +1,4 @@
-"""`kimi-pretrain verify dep`: the gradients of a step with DEP, and those of the step without it.
+"""`kimi-pretrain verify dep`: compares the gradients of a step with DEP and without it.
 
 dep/         the user's layout with the Decoupled Encoder Process
 reference/   one process with the encoder inside the graph
@@ -32,10 +32,10 @@ NAMES = {
 
 @dataclass(frozen=True)
 class VerifyDep(Verification):
-    """Whether the step with DEP is the step without it.
+    """Verification that a step with DEP equals the step without it.
 
     Attributes:
-        steps: to run; gradients are compared after the last.
+        steps: number of steps; gradients are compared after the last step.
     """
 
     steps: int = 1
@@ -48,11 +48,11 @@ class VerifyDep(Verification):
     }
 
     def prepare(self, config: Config) -> Config:
-        """Return the configuration of the job with DEP."""
+        """Return the config of the job with DEP."""
         return configs.decoupled(config)
 
     def run(self, config: Config, jobs: Jobs, faults: Sequence[str]) -> Result:
-        """Run both jobs; the reference follows the other's choice of experts at ties.
+        """Run both jobs; the reference follows the expert choices of the other job at ties.
 
         Raises:
             ValueError: the last step has no media.
@@ -106,7 +106,7 @@ class VerifyDep(Verification):
         return found
 
     def evidence(self, comparison: dict[str, Any]) -> str:
-        """Return the worst error, its group, and the loss error."""
+        """Return the largest error, its group, and the loss error."""
         groups = comparison["groups"]
         worst = max(groups, key=lambda group: inf if group["error"] is None else group["error"])
         loss = number(comparison["loss_errors"][-1])
@@ -134,13 +134,13 @@ def _groups_table(comparison: dict[str, Any]) -> Table:
 
 
 def _judged(error: float | None, bound: float) -> str:
-    """Return an error, and its bound if it is over that."""
+    """Format an error, and its bound if the error exceeds it."""
     over = error is None or error > bound
     return number(error) + (f" (FAIL: over {bound:.0e})" if over else "")
 
 
 def _routes_lines(routes: list[dict[str, Any]]) -> list[str]:
-    """Return a line for each step in which tokens chose other experts than in the reference."""
+    """Return lines for the steps in which tokens chose different experts than in the reference."""
 
     def chose(count: int, step: dict[str, Any]) -> str:
         who = "one token" if count == 1 else f"{count:,} tokens"

@@ -1,4 +1,4 @@
-"""Starts the jobs of a verification, each in processes of its own, one after the other."""
+"""Starts the jobs of a verification one after the other, each in new processes."""
 
 import sys
 import time
@@ -12,19 +12,19 @@ from launch.verify.worker import WORKER, VerifyJob
 
 
 class JobStopped(ValueError):
-    """One of the jobs did not come to its end; the message says which."""
+    """A job ended early; the message names it."""
 
 
 @dataclass
 class Jobs:
     """The jobs of one verification."""
 
-    folder: Path  # of all run folders
-    tell: Callable[[str], None]  # takes a line of progress
-    seconds: dict[str, float] = field(default_factory=dict[str, float])  # that each job took
+    folder: Path  # parent of all run folders
+    tell: Callable[[str], None]  # called with a line of progress
+    seconds: dict[str, float] = field(default_factory=dict[str, float])  # duration of each job
 
     def announce(self, config: Config) -> None:
-        """Tell what is going to run."""
+        """Report the config that is about to run."""
         for line in describe(config).splitlines():
             self.tell(line)
 
@@ -32,12 +32,12 @@ class Jobs:
         """Run one job to its end.
 
         Args:
-            name: of the job, in messages.
-            job: what each process gets; `job.config` is written here.
-            config: of the job.
+            name: name of the job in messages.
+            job: argument of each process; `job.config` is written here.
+            config: config of the job.
 
         Raises:
-            JobStopped: it failed.
+            JobStopped: the job failed.
         """
         folder = Path(job.run_dir)
         folder.mkdir(exist_ok=True)

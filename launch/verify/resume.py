@@ -1,4 +1,4 @@
-"""`kimi-pretrain verify resume`: a run that was stopped and resumed, and one that never was.
+"""`kimi-pretrain verify resume`: compares a resumed run to a run that was never stopped.
 
 straight          all steps
 stopped           stopped in the middle, then resumed in the same folder
@@ -40,12 +40,13 @@ STRAIGHT, STOPPED, ELSEWHERE, FAULTS = "straight", "stopped", "other_layout", "f
 
 @dataclass(frozen=True)
 class VerifyResume(Verification):
-    """Whether a resumed run is the run that was never stopped.
+    """Verification that a resumed run equals a run that was never stopped.
 
     Attributes:
-        steps: of the run that is never stopped.
+        steps: number of steps of the run that is never stopped.
         stop_after: step after which the other run is stopped.
-        elsewhere: resume also in another layout: overrides of it, or () to choose one.
+        elsewhere: overrides of another layout to resume in as well; () chooses a layout, None
+            skips this.
     """
 
     steps: int = 4
@@ -64,11 +65,11 @@ class VerifyResume(Verification):
     }
 
     def prepare(self, config: Config) -> Config:
-        """Return the configuration of all jobs."""
+        """Return the config of all jobs."""
         return configs.resumable(config, self.steps, self.stop_after)
 
     def run(self, config: Config, jobs: Jobs, faults: Sequence[str]) -> Result:
-        """Run the three jobs of the comparison, the last also with each fault; then elsewhere."""
+        """Run the jobs of the comparison, the last also with each fault; then the other layout."""
         other = self._other(config, jobs.folder)
         check_start(config, self.steps, ranks_here=config.layout.world_size())
         jobs.announce(config)
@@ -87,7 +88,7 @@ class VerifyResume(Verification):
             )
 
     def _other(self, config: Config, folder: Path) -> Config | None:
-        """Return the configuration in the other layout, if one is asked for."""
+        """Return the config in the other layout, or None if it is not requested."""
         if self.elsewhere is None:
             return None
         if not self.elsewhere:
@@ -101,7 +102,7 @@ class VerifyResume(Verification):
         return other
 
     def lines(self, result: dict[str, Any]) -> list[str]:
-        """Return what was compared, and what differs."""
+        """Return the extent of the comparison and the differences."""
         c, elsewhere = result["comparison"], result["elsewhere"]
         compared = (
             f"stopped in step {result['stop_after']} of {result['steps']}, resumed in new "
@@ -120,10 +121,10 @@ class VerifyResume(Verification):
 
 
 def chosen_layout(other_layout: str | None, layouts: bool) -> tuple[str, ...] | None:
-    """Return the overrides of the other layout to resume in; () to choose one, None for none.
+    """Return the overrides of the other layout to resume in; () to choose one, None to skip it.
 
     Raises:
-        ValueError: both options at once, or nothing in the text.
+        ValueError: both options are given, or the text is empty.
     """
     if other_layout is None:
         return () if layouts else None
@@ -138,14 +139,14 @@ def chosen_layout(other_layout: str | None, layouts: bool) -> tuple[str, ...] | 
 class Runs:
     """The runs of one verification."""
 
-    config: Config  # of all of them
+    config: Config  # config of all runs
     jobs: Jobs
-    place: str  # of all checkpoints
+    place: str  # parent of all checkpoint locations
     stop: int  # step after which a run is stopped
-    opened: ExitStack = field(default_factory=ExitStack)  # closes what reads checkpoints
+    opened: ExitStack = field(default_factory=ExitStack)  # closes open checkpoint locations
 
     def stop_and_resume(self, faults: Sequence[str]) -> ResumeComparison:
-        """Run the three jobs of the comparison, the last of them also with each fault."""
+        """Run the three jobs of the comparison, the last also with each fault."""
         self._run("uninterrupted", STRAIGHT)
         self._run("to be stopped", STOPPED, interrupt=True)
         status = read_status(self.jobs.folder / STOPPED)
@@ -161,7 +162,7 @@ class Runs:
         return self._compare(STOPPED)
 
     def resume_in(self, other: Config) -> LayoutComparison:
-        """Resume in another layout, and compare what must be the same in any."""
+        """Resume in another layout, and compare the values that do not depend on the layout."""
         start = self._saved(STOPPED, self.stop).uri
         self._run("other layout", ELSEWHERE, resume=start, config=other)
         found, wanted = (read_trace(self.jobs.folder / name) for name in (ELSEWHERE, STRAIGHT))
@@ -170,7 +171,7 @@ class Runs:
         return compare_layouts(found, wanted, self.stop, self.config.train.dtype, layout)
 
     def outcome(self, fault: str) -> Outcome:
-        """Return what became of a fault that was planted."""
+        """Return the outcome of a planted fault."""
         folder = self.jobs.folder / FAULTS
         if (folder / fault / OBSTACLE).is_file():
             return (folder / fault / OBSTACLE).read_text()
@@ -187,10 +188,10 @@ class Runs:
         return compare(found, wanted, self.stop, reader(*last))
 
     def check_began(self, name: str, trace: Trace) -> None:
-        """Refuse a run that began elsewhere: one from scratch would be the same, and prove nothing.
+        """Refuse a run that did not resume: a run from scratch would be equal and prove nothing.
 
         Raises:
-            JobStopped: it did.
+            JobStopped: the run started from another step.
         """
         if trace.began != self.stop:
             raise JobStopped(
@@ -219,9 +220,10 @@ class Runs:
 
 @contextmanager
 def temporary_place(config: Config, folder: Path) -> Iterator[str]:
-    """Give a place for checkpoints, beside the user's own if it is not in the run folders.
+    """Yield a temporary checkpoint location, below the configured location if there is one.
 
-    It is empty again in the end; `folder` is of the verification, and goes or stays as a whole.
+    It is deleted at the end. Without a configured location it is inside `folder`, the folder of the
+    verification, which is kept or deleted as a whole.
     """
     own = config.checkpoint.place
     if own is None:
@@ -243,7 +245,7 @@ def temporary_place(config: Config, folder: Path) -> Iterator[str]:
 
 
 def _elsewhere_lines(elsewhere: dict[str, Any]) -> list[str]:
-    """Return what became of the run that went on in another layout."""
+    """Return the lines about the run that resumed in another layout."""
     axes = {name: value for name, value in elsewhere["layout"].items() if value not in (1, None)}
     layout = " ".join(f"{name}={value}" for name, value in axes.items()) or "one process"
     names = ("loss_errors", "norm_errors")

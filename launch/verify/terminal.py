@@ -1,4 +1,4 @@
-"""What every `kimi-pretrain verify` prints: changes, what differs, planted faults, the verdict."""
+"""Prints the result of any `kimi-pretrain verify`: changes, differences, faults, verdict."""
 
 from typing import Any
 
@@ -14,12 +14,12 @@ class Terminal:
     """Prints to standard output."""
 
     def __init__(self) -> None:
-        # As wide as the tables need: on a narrow terminal their last column, names, is what wraps.
+        # The tables need this width: on a narrow terminal the names in the last column would wrap.
         self.console = Console(highlight=False, soft_wrap=True)
         self.console.width = max(self.console.width, WIDTH)
 
     def line(self, text: str) -> None:
-        """Print a line as it is."""
+        """Print a line without markup."""
         self.console.print(text, markup=False)
 
     def show(self, kind: Verification, result: dict[str, Any]) -> None:
@@ -42,7 +42,7 @@ def table(title: str, *columns: str) -> Table:
 
 
 def faults_table(kind: Verification, faults: dict[str, dict[str, Any]]) -> Table:
-    """Return what became of the planted faults."""
+    """Return the table of planted faults and their outcomes."""
     found = table("planted faults", "fault", "", "by")
     for name, fault in faults.items():
         if "obstacle" in fault:
@@ -55,10 +55,10 @@ def faults_table(kind: Verification, faults: dict[str, dict[str, Any]]) -> Table
 
 
 def verdict(kind: Verification, result: dict[str, Any]) -> str:
-    """Return the last line, with markup."""
+    """Return the verdict line, with markup."""
     planted = f" (planted: {result['planted']})" if "planted" in result else ""
     compared = {key: both for key, both in kind.verdicts.items() if result[key]}
-    for key, (_, different) in compared.items():  # the first is of "comparison"
+    for key, (_, different) in compared.items():  # "comparison" comes first
         if not result[key]["passed"]:
             return f"[red]FAIL[/red]: {different}{planted}"
         if planted:
@@ -70,5 +70,5 @@ def verdict(kind: Verification, result: dict[str, Any]) -> str:
 
 
 def number(value: float | None, form: str = "{:.1e}") -> str:
-    """Return a number; None stands for one that is not finite."""
+    """Format a number; None means not finite."""
     return "not finite" if value is None else form.format(value)

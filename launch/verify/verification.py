@@ -1,6 +1,6 @@
-"""The frame of every verification: load a configuration, check it, run jobs, keep the result.
+"""Runs any verification: loads a config, checks it, runs the jobs, and keeps the result.
 
-Its kinds (`launch.verify.dep`, `launch.verify.resume`) say what is compared.
+The kinds (`launch.verify.dep`, `launch.verify.resume`) define the comparison.
 """
 
 import json
@@ -24,7 +24,7 @@ from kimi_pretrain.verify.shrink import shrink as smaller
 from launch.local.versions import load_pinned
 from launch.verify.jobs import Jobs
 
-# Processes on a machine without GPUs: more than this for each core take longer than they are worth.
+# Limit on a machine without GPUs: with more processes per core, a run takes too long.
 PROCESSES_PER_CORE = 4
 
 
@@ -32,9 +32,9 @@ class Verification:
     """One kind of verification.
 
     Attributes:
-        faults: that can be planted.
-        verdicts: key of a comparison in the result -> what to say where it passes, and where not.
-        steps: to run.
+        faults: faults that can be planted.
+        verdicts: key of a comparison in the result -> texts for a pass and for a failure.
+        steps: number of steps to run.
     """
 
     faults: ClassVar[Mapping[str, Fault[*tuple[Any, ...]]]]
@@ -42,19 +42,19 @@ class Verification:
     steps: int
 
     def prepare(self, config: Config) -> Config:
-        """Return the configuration to run, from the user's."""
+        """Return the config to run, derived from the user's config."""
         raise NotImplementedError
 
     def run(self, config: Config, jobs: Jobs, faults: Sequence[str]) -> Result:
-        """Check what can be checked before any process starts, run the jobs and compare them."""
+        """Run all checks that need no process, then run the jobs and compare them."""
         raise NotImplementedError
 
     def lines(self, result: dict[str, Any]) -> Sequence[str | Table]:
-        """Return what was compared and what differs, from `Result.as_dict()`."""
+        """Return lines about the comparison and the differences, from `Result.as_dict()`."""
         raise NotImplementedError
 
     def evidence(self, comparison: dict[str, Any]) -> str:
-        """Return what in the comparison shows a planted fault."""
+        """Return the part of the comparison that reveals a planted fault."""
         raise NotImplementedError
 
 
@@ -63,19 +63,19 @@ def verify(
     processes: int = 4, faults: Sequence[str] = (), keep: Path | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Result:  # fmt: skip
-    """Run a verification; the facts of its result are put together here, and by its kind.
+    """Run a verification and return its result, with facts about the runs.
 
     Args:
-        kind: what to verify.
+        kind: kind of verification.
         config: YAML file or name of a preset.
         overrides: `section.key=value`.
-        shrink: take a small copy of the configuration, of at most `processes` processes.
-        faults: names; each is planted in a run of its own.
-        keep: empty folder for what is otherwise thrown away.
-        tell: takes a line of progress.
+        shrink: run a small copy of the config, with at most `processes` processes.
+        faults: names of faults; each is planted in a separate run.
+        keep: empty folder in which to keep the files, which are otherwise deleted.
+        tell: called with a line of progress.
 
     Raises:
-        ValueError: the configuration cannot run here.
+        ValueError: the config cannot run here.
         JobStopped: a job failed.
     """
     if "RANK" in os.environ or "LOCAL_RANK" in os.environ:
@@ -84,7 +84,7 @@ def verify(
         )
     chosen, changes = load_pinned(config, overrides)[0], ()
     if shrink:
-        small = smaller(chosen, processes).config  # whose cache and limits fit this machine
+        small = smaller(chosen, processes).config  # its cache and limits suit this machine
         tokenizer = open_tokenizer(small.data, open_data(small.data))
         chosen, changes = smaller(chosen, processes, tokenizer.vocab_size)
     prepared = kind.prepare(chosen)
@@ -107,10 +107,10 @@ def verify(
 
 
 def chosen_faults(plant: str | None, self_test: bool, known: Collection[str]) -> tuple[str, ...]:
-    """Return the faults to plant, of those that are known.
+    """Return the faults to plant.
 
     Raises:
-        ValueError: an unknown one, or both options at once.
+        ValueError: the fault is unknown, or both options are given.
     """
     if plant is not None and plant not in known:
         raise ValueError(f"--plant {plant}: no such fault; there are {', '.join(known)}")
@@ -120,10 +120,10 @@ def chosen_faults(plant: str | None, self_test: bool, known: Collection[str]) ->
 
 
 def check_machine(config: Config) -> None:
-    """Refuse a layout whose processes this machine cannot hold.
+    """Refuse a layout with more processes than this machine can run.
 
     Raises:
-        ValueError: with what to do.
+        ValueError: states the remedy.
     """
     wanted, gpus = config.layout.world_size(), torch.cuda.device_count()
     cores = len(os.sched_getaffinity(0))
@@ -139,7 +139,7 @@ def check_machine(config: Config) -> None:
 
 @contextmanager
 def working_folder(keep: Path | None) -> Iterator[Path]:
-    """Give a folder for all jobs, which is removed at the end unless it is to be kept."""
+    """Yield a folder for all jobs, which is deleted at the end unless `keep` is given."""
     if keep is None:
         with TemporaryDirectory(prefix="kimi-pretrain-verify-") as folder:
             yield Path(folder)

@@ -1,4 +1,4 @@
-"""One process of a verification: `python -m launch.verify.worker JSON`, started by torchrun."""
+"""Runs one process of a verification: `python -m launch.verify.worker JSON`, under torchrun."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ class VerifyJob(Job):
     """One of the jobs that are compared.
 
     Attributes:
-        kind: "dep" or "resume": what its ranks do.
+        kind: work of the ranks, "dep" or "resume".
         options: arguments of `kimi_pretrain.verify.dep.run_steps` or of
             `kimi_pretrain.verify.resume.run_training`, by name.
     """
@@ -30,7 +30,7 @@ class VerifyJob(Job):
 
     @staticmethod
     def parse(argument: str) -> "VerifyJob":
-        """Return the job that `argument()` wrote."""
+        """Return the job that `argument()` serialised."""
         values = json.loads(argument)
         return VerifyJob(**{**values, "overrides": tuple(values["overrides"])})
 
@@ -38,10 +38,10 @@ class VerifyJob(Job):
 def run_job(job: VerifyJob) -> None:
     """Run this rank of a job; rank and world size come from the environment."""
     stop = StopSignal()
-    if job.kind == "resume":  # a training, which saves when it is asked to stop
+    if job.kind == "resume":  # this training saves when it is asked to stop
         stop.install()
     quiet_libraries()
-    # Imported here so that the signals are handled before torch has loaded.
+    # Imported late so that signals are handled before torch has loaded.
     from kimi_pretrain.config import load_config
 
     config, folder = load_config(job.config, job.overrides), Path(job.run_dir)
@@ -56,5 +56,5 @@ def run_job(job: VerifyJob) -> None:
 
 
 if __name__ == "__main__":
-    logging.getLogger().addHandler(logging.NullHandler())  # what stops a job is told once
+    logging.getLogger().addHandler(logging.NullHandler())  # the error is printed once elsewhere
     worker.leave(worker.main(sys.argv[1], VerifyJob.parse, run_job))
