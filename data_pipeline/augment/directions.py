@@ -1,4 +1,4 @@
-"""Decides which samples may be mirrored or turned; texts that name directions may not.
+"""Decides which samples may be mirrored or turned; texts that mention directions forbid it.
 
 On a mirrored page the writing is reversed, and "the dog on the left" is on the right. So an image
 is mirrored only in categories whose images are not mostly writing, and only if none of the sample's

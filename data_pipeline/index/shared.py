@@ -25,7 +25,7 @@ from data_pipeline.store.open import Store
 
 log = logging.getLogger(__name__)
 
-WAIT_S = 3600.0  # for the process that loads the index; a large one takes minutes
+WAIT_S = 3600.0  # for the process that loads the index, which can take minutes
 _KEYS = ("key_ptr", "key_bytes")
 _FULL = "full"  # marker file: this folder has no room for the columns
 

@@ -78,7 +78,7 @@ def _parted(uri: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class ByteSource:
-    """A byte range of a path or URI, to be read later by any process; length None is to the end.
+    """A byte range of a path or URI, to be read later by any process; to the end if length is None.
 
     `data` holds the bytes if they had to be read already.
     """

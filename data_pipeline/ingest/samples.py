@@ -206,7 +206,7 @@ class Refused(Exception):
 
 
 def check_text(segment: TextSegment, number: int) -> list[str]:
-    """Check a text segment and return its variants; a plain text is the only one.
+    """Check a text segment and return its variants; a plain `text` is its only variant.
 
     Raises:
         Refused: a variant is not a string, both `text` and `texts` are given, `texts` has only one
@@ -280,7 +280,7 @@ def _numbers(points: object) -> list[list[float]] | None:
             return None
         try:
             pair = [float(n) for n in point]
-        except OverflowError:  # an integer beyond the float range, such as one of 400 digits
+        except OverflowError:  # an integer beyond the float range
             return None
         if not all(map(math.isfinite, pair)):
             return None
