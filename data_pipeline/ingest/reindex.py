@@ -46,7 +46,7 @@ def reindex(
     threads: int = 16,
     progress: Callable[[int, int], None] | None = None,
 ) -> SourceIndex:
-    """Write `<new_name>/index.parquet` and manifest.json: source `name`, counted by `tokenizer`.
+    """Write `<new_name>/index.parquet` and manifest.json for source `name` with a new tokenizer.
 
     Args:
         store: root that holds the source.

@@ -81,7 +81,7 @@ class ProcessExecutor:
         self._killed = False
 
     def start(self) -> None:
-        """Start the worker process; does not wait until it is ready."""
+        """Start the worker process without waiting until it is ready."""
         self._running()
 
     def do(self, job: Any, label: Callable[[], str]) -> Any:

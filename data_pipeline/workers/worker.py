@@ -116,7 +116,7 @@ class Worker:
         return self._receiver.receive()
 
     def shutdown(self) -> None:
-        """Close the socket: the worker exits, and a thread in `call` gets `WorkerLost`."""
+        """Close the socket, so that the worker exits and a thread in `call` gets `WorkerLost`."""
         # `close` would not wake a thread that waits in `recv`.
         with contextlib.suppress(OSError):  # no longer connected
             self._sock.shutdown(socket.SHUT_RDWR)
