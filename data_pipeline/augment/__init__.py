@@ -1,1 +1,1 @@
-"""What chance does to pictures, and where that moves boxes, points and polygons."""
+"""Random image augmentation that keeps boxes, points and polygons aligned."""

@@ -1,13 +1,13 @@
-"""Which samples may be mirrored or turned: not those that would then say what is no longer so.
+"""Decides which samples may be mirrored or turned; texts that mention directions forbid it.
 
-A mirrored page is written backwards, and "the dog on the left" is then on the right. So an image is
-mirrored only in categories whose pictures are not mostly writing, and only if none of the sample's
-texts names a side; it is turned only if they name no direction at all. The words are those of some
-twenty languages. A word too many (English "right" is mostly no direction) costs some augmentation,
-one too few makes a sample wrong: in doubt they are listed.
+On a mirrored page the writing is reversed, and "the dog on the left" is on the right. So an image
+is mirrored only in categories whose images are not mostly writing, and only if none of the sample's
+texts names a side. It is turned only if the texts name no direction at all. The word lists cover
+about twenty languages. An unnecessary word (English "right" is mostly not a direction) costs some
+augmentation, but a missing word makes a sample wrong, so doubtful words are listed.
 
-A sample with orientation metadata (a region of the shape `turn`) is never mirrored, for a mirrored
-picture has no such angle; but being turned is what it is for, and its angle follows the pixels.
+A sample with orientation metadata (a region of the shape `turn`) is never mirrored, because no
+angle describes a mirrored image. It may be turned, and its angle is updated accordingly.
 """
 
 import re
@@ -16,10 +16,10 @@ from collections.abc import Iterable
 
 from data_pipeline.index.columns import CATEGORIES
 
-# Their images hold writing: pages, charts and exercises, screens, listings.
+# Categories whose images contain writing: pages, charts and exercises, screens, listings.
 TEXT_BEARING = frozenset(("ocr", "knowledge", "agent", "code"))
 
-# Whole words in lower case; marks on letters do not count (see `_plain`), `\w*` stands for endings.
+# Whole words in lower case without diacritics (see `_plain`); `\w*` matches endings.
 _SIDES = r"""
 left(?:s|most|wards?|hand|ie)? right(?:s|most|wards?|hand)? east\w* west\w* mirror\w*
 (?:counter|anti)?clockwise o'clock
@@ -43,7 +43,7 @@ gor[aey]\w* dol[aey]\w* nahore dole fent lent felso ustte altta ustunde altinda 
 сверху снизу вверху внизу наверху вверх вниз над под верхн\w* нижн\w* вгорі зверху знизу
 επανω πανω κατω atas bawah tren duoi
 """
-# Of languages that put no spaces between words, or write particles and endings onto them.
+# Substrings for languages without spaces between words, or with attached particles and endings.
 _SIDES_INSIDE = """
 左 右 ひだり みぎ 왼 오른 좌측 우측 ซ้าย ขวา يسار يمين أيسر أيمن چپ راست שמאל ימין
 बाए बाये बाई दाए दाये दाई বাম ডান
@@ -55,12 +55,12 @@ _VERTICAL_INSIDE = """
 
 
 def flip_allowed(category: str, texts: Iterable[str], *, has_turn: bool = False) -> bool:
-    """Whether the images of a sample may be mirrored.
+    """Return whether the images of a sample may be mirrored.
 
     Args:
         category: one of `data_pipeline.index.columns.CATEGORIES`.
-        texts: all its texts, every variant, and the labels of its regions.
-        has_turn: whether it carries orientation metadata.
+        texts: all texts of the sample, including variants, and the labels of its regions.
+        has_turn: True if the sample has orientation metadata.
 
     Raises:
         ValueError: an unknown category.
@@ -72,11 +72,16 @@ def flip_allowed(category: str, texts: Iterable[str], *, has_turn: bool = False)
 
 
 def turn_allowed(category: str, texts: Iterable[str], *, has_turn: bool = False) -> bool:
-    """Whether the images of a sample may be turned by quarters. Arguments as of `flip_allowed`."""
+    """Return whether the images of a sample may be turned by 90, 180 or 270 degrees.
+
+    Args:
+        category, texts: as for `flip_allowed`.
+        has_turn: True if every image of the sample has orientation metadata.
+    """
     _check(category)
     if category in TEXT_BEARING and not has_turn:
         return False
-    if category == "ocr":  # its texts are transcripts: "right" on the page is no side of the page
+    if category == "ocr":  # in a transcript, "right" does not refer to a side of the page
         return True
     words = (_SIDE_WORDS, _VERTICAL_WORDS)
     return not any(_names(text, pattern) for text in texts for pattern in words)
@@ -87,14 +92,14 @@ def _check(category: str) -> None:
         raise ValueError(f"category is {category!r}; known are {', '.join(CATEGORIES)}")
 
 
-# Letters that are no base letter with a mark, to the one they are taken for.
+# Letters that NFKD does not decompose -> their base letter in the word lists.
 _LETTERS = str.maketrans({"ø": "o", "ł": "l", "ı": "i", "đ": "d", "’": "'"})
 
 
 def _plain(text: str) -> str:
-    """Lower case without marks on Latin, Greek and Cyrillic letters, in one encoding.
+    """Return the text in lower case, without diacritics on Latin, Greek and Cyrillic letters.
 
-    So that a word is found however its accents are encoded, or left out.
+    Words are then found however their accents are encoded, and also without accents.
     """
     text = unicodedata.normalize("NFKD", text.casefold())
     bare = re.sub("[\u0300-\u036f]", "", text)

@@ -1,19 +1,19 @@
-"""What is done to each image, drawn before any pixel is read: from a key and the index alone.
+"""Draws the augmentation of each image from a key and the index, before any pixel is read.
 
-Packing needs the sizes that images will have and the regions that will still be in view, so `draw`
-says what happens to tens of thousands of images at once, and says it again later for the few of
-them that are decoded; `augment.pixels` does to the pixels what was drawn. Draws are counters
-under the image's key, made from (seed, source, sample, epoch, number of the medium): they depend
-on nothing else, and each decision has a counter of its own, so that switching one operation on
-leaves the draws of the others as they were.
+Packing needs the final image sizes and the regions that stay visible, so `draw` computes the
+augmentations of tens of thousands of images at once. It repeats the draw later for the few images
+that are decoded, and `augment.pixels` applies it to the pixels. The random numbers are
+counter-based, with a key per image from (seed, source, sample, epoch, number of the media file).
+They depend on nothing else. Each decision has its own counter, so enabling one operation does not
+change the draws of the others.
 
-Order of operations: mirror, quarter turns, affine on the canvas they leave, crop, rescale, colour,
-JPEG. Only images are changed, not videos.
+Order of operations: mirror, quarter turns, affine on the turned canvas, crop, rescale, colour,
+JPEG. Videos are not augmented.
 
-Machines must agree to the last bit on sizes and on what leaves the frame. Therefore all of this
-uses only what IEEE 754 rounds in one way (+ - * / and square roots), one numpy call for each, so
-that no compiler fuses two: a range is drawn from on a logarithmic scale by square roots alone,
-sine and cosine are sums of powers (`augment.matrices`).
+Machines must agree to the last bit on image sizes and on the regions that leave the frame.
+Therefore this module uses only operations with exact IEEE 754 rounding (+ - * / and square roots),
+each as a separate numpy call, so that no compiler fuses two of them. Logarithmic ranges use only
+square roots, and sine and cosine are power series (`augment.matrices`).
 """
 
 import math
@@ -28,22 +28,22 @@ from data_pipeline.augment.matrices import placed, rescaled, warped
 from data_pipeline.keyed import GOLDEN, keyed, mix
 from moonvit3d.geometry import TOKEN
 
-# No crop or rescaling goes below this side: what is smaller is mostly the padding of one token.
+# Minimum side of a crop or rescaled image; a smaller image is mostly the padding of one token.
 MIN_SIDE = TOKEN
-# libjpeg writes no longer side.
+# Maximum side that libjpeg can write.
 MAX_JPEG_SIDE = 65500
-# An image longer than this, either way, is rotated and sheared less.
+# Images with a larger ratio of the longer to the shorter side are rotated and sheared less.
 LONG = 2.0
 
-# One counter for each decision. Only append: another number is another draw in every old run.
+# One counter per decision. Only append: a changed number would change the draws of existing runs.
 (
     _VARIANT, _FLIP, _TURN, _TURN_BY, _AFFINE, _ANGLE, _SCALE, _SHEAR, _SHIFT_X, _SHIFT_Y,
     _CROP, _AREA, _ASPECT, _CROP_X, _CROP_Y, _RESCALE, _COLOUR, _BRIGHTNESS, _CONTRAST,
     _SATURATION, _GAMMA, _JPEG, _QUALITY,
 ) = range(23)  # fmt: skip
-_MEDIA = keyed(0, "augment media")  # keeps the keys of media apart from the counters of a sample
+_MEDIA = keyed(0, "augment media")  # separates media keys from sample counters
 _WORD = 2**64 - 1
-_LOG_BITS = 16  # a logarithmic range is cut into 2**16 steps
+_LOG_BITS = 16  # a logarithmic range has 2**16 steps
 
 
 # Keys -------------------------------------------------------------------------------------------
@@ -52,19 +52,19 @@ _LOG_BITS = 16  # a logarithmic range is cut into 2**16 steps
 def sample_keys(
     seed: int, source: str, samples: ArrayLike, epochs: ArrayLike
 ) -> NDArray[np.uint64]:
-    """Keys of samples: uint64 [n] from sample numbers int [n] and epochs int [n] of a source."""
+    """Return the keys uint64 [n] of a source's samples, from sample numbers and epochs int [n]."""
     start = np.uint64(keyed(seed, "augment", source))
     return _step(_step(start, samples), epochs)
 
 
 def media_keys(keys: NDArray[np.uint64], media: ArrayLike) -> NDArray[np.uint64]:
-    """Keys of images: uint64 [m] from their samples' keys [m] and numbers in the sample [m]."""
+    """Return the keys uint64 [m] of images, from their samples' keys [m] and media numbers [m]."""
     return _step(keys ^ np.uint64(_MEDIA), media)
 
 
 def choose_variants(keys: NDArray[np.uint64], num_variants: ArrayLike) -> NDArray[np.int64]:
-    """Which of its variants a sample shows: int64 [n] in 0 ... num_variants-1 (int [n], >= 1)."""
-    # The upper half of the word times n, without its lower half: a multiplication in place of %.
+    """Draw a variant per sample: int64 [n] in 0 ... num_variants-1 (int [n], >= 1)."""
+    # Take the upper half of (upper half of the word) * n, a multiplication in place of %.
     upper = _word(keys, _VARIANT) >> np.uint64(32)
     return ((upper * np.asarray(num_variants, np.uint64)) >> np.uint64(32)).astype(np.int64)
 
@@ -78,7 +78,7 @@ def _word(keys: NDArray[np.uint64], counter: int) -> NDArray[np.uint64]:
 
 
 def uniform(keys: NDArray[np.uint64], counter: int) -> NDArray[np.float64]:
-    """Draw number `counter` of each key: float64 [n], in 0 <= u < 1."""
+    """Return draw number `counter` of each key: float64 [n] with 0 <= u < 1."""
     return (_word(keys, counter) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -87,7 +87,7 @@ def uniform(keys: NDArray[np.uint64], counter: int) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class Draw:
-    """What is done to one image; `Draws` has the meaning of each field."""
+    """Augmentation of one image; `Draws` documents the fields."""
 
     height: int
     width: int
@@ -102,7 +102,7 @@ class Draw:
 
     @property
     def is_nothing(self) -> bool:
-        """Whether the image comes out as it went in."""
+        """True if the image does not change."""
         whole = self.crop == (0, 0, self.width, self.height) and not self.turns
         same = (self.out_height, self.out_width) == (self.height, self.width)
         plain = self.affine is None and self.colour is None and not self.jpeg
@@ -111,19 +111,19 @@ class Draw:
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """What is done to m images, in this order.
+    """Augmentations of m images, in the order of application.
 
     Attributes:
-        height, width: int64 [m], of the source.
-        flip: bool [m], mirrored left to right.
+        height, width: int64 [m], size of the source image.
+        flip: bool [m], True to mirror left to right.
         turns: int64 [m], quarter turns clockwise, 0 to 3.
-        warped: bool [m], whether `affine` is anything but the identity.
-        affine: float64 [m, 6], 2x3 matrices by rows, on the canvas that the turns leave.
+        warped: bool [m], True if `affine` is applied.
+        affine: float64 [m, 6], 2x3 matrices in row order, on the turned canvas.
         crop: int64 [m, 4], (left, top, right, bottom) on that canvas.
-        out_height, out_width: int64 [m], what the crop is scaled to; never more than the crop.
-        coloured: bool [m], whether any of `colour` is done.
-        colour: float64 [m, 4], brightness, contrast, saturation, gamma; 1 leaves as is.
-        jpeg: int64 [m], quality; 0 for none.
+        out_height, out_width: int64 [m], output size; never larger than the crop.
+        coloured: bool [m], True if `colour` is applied.
+        colour: float64 [m, 4], brightness, contrast, saturation, gamma; 1 means no change.
+        jpeg: int64 [m], quality; 0 for no compression.
     """
 
     height: NDArray[np.int64]
@@ -140,7 +140,7 @@ class Draws:
     jpeg: NDArray[np.int64]
 
     def one(self, i: int) -> Draw:
-        """The draw of image i, small enough to be sent to another process."""
+        """Return the draw of image i, small enough to send to another process."""
         return Draw(
             height=int(self.height[i]),
             width=int(self.width[i]),
@@ -155,7 +155,7 @@ class Draws:
         )
 
     def matrices(self) -> NDArray[np.float64]:
-        """From edge coordinates of the source to those of the output: float64 [m, 3, 3]."""
+        """Return matrices float64 [m, 3, 3] from source to output edge coordinates."""
         a, b, c, d, e, f = self.affine.T
         left, top, right, bottom = self.crop.T
         whole = rescaled(
@@ -177,13 +177,13 @@ def draw(
     flip_ok: ArrayLike,
     turn_ok: ArrayLike,
 ) -> Draws:
-    """Draw what is done to m images.
+    """Draw the augmentations of m images.
 
     Args:
-        config: of their source.
+        config: augmentation config of their source.
         keys: uint64 [m], from `media_keys`.
-        height, width: int [m], pixels of the sources.
-        flip_ok, turn_ok: bool [m], what the index allows (`augment.directions`).
+        height, width: int [m], sizes of the source images in pixels.
+        flip_ok, turn_ok: bool [m], flags of the index (`augment.directions`).
 
     Raises:
         ValueError: an image without pixels.
@@ -230,13 +230,13 @@ def _draw_affine(
     width: NDArray[np.int64],
     height: NDArray[np.int64],
 ) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
-    """(whether [m], matrices [m, 6]) on canvases of width x height."""
+    """Return (applied bool [m], matrices [m, 6]) on canvases of width x height."""
     matrices = np.tile([1.0, 0.0, 0.0, 0.0, 1.0, 0.0], (keys.size, 1))
     if config is None:
         return np.zeros(keys.size, np.bool_), matrices
     chosen = uniform(keys, _AFFINE) < config.probability
     some, w, h = keys[chosen], width[chosen], height[chosen]
-    # Otherwise the ends of a long line of text would leave the canvas, which keeps its size.
+    # The canvas keeps its size, so the ends of a long line of text would leave it.
     slim = np.minimum(1.0, LONG * np.minimum(w, h) / np.maximum(w, h))
     parts = warped(
         w,
@@ -257,7 +257,7 @@ def _draw_crop(
     width: NDArray[np.int64],
     height: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """(boxes [m, 4], out_width [m], out_height [m]) on canvases of width x height."""
+    """Return (boxes [m, 4], out_width [m], out_height [m]) on canvases of width x height."""
     if config is None:
         zero = np.zeros(keys.size, np.int64)
         return np.stack([zero, zero, width, height], axis=1), width, height
@@ -282,7 +282,7 @@ def _draw_crop(
 def _draw_colour(
     config: ColourConfig | None, keys: NDArray[np.uint64]
 ) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
-    """(whether [m], factors [m, 4])."""
+    """Return (applied bool [m], factors [m, 4])."""
     if config is None:
         return np.zeros(keys.size, np.bool_), np.ones((keys.size, 4))
     chosen = uniform(keys, _COLOUR) < config.probability
@@ -304,8 +304,9 @@ def _range(u: NDArray[np.float64], least: float, most: float) -> NDArray[np.floa
 
 
 def _log_range(u: NDArray[np.float64], least: float, most: float) -> NDArray[np.float64]:
-    """least * (most/least)**u with u cut to 16 binary places, which makes the power exact to write
-    as a product of square roots; `pow` differs between C libraries.
+    """Return least * (most/least)**u with u truncated to 16 bits.
+
+    The power is then a product of repeated square roots; `pow` differs between C libraries.
     """
     steps = (u * 2**_LOG_BITS).astype(np.int64)
     value, root = np.full(u.size, float(least)), most / least
@@ -316,5 +317,5 @@ def _log_range(u: NDArray[np.float64], least: float, most: float) -> NDArray[np.
 
 
 def _shrunk(side: NDArray[np.int64], share: NDArray[np.float64]) -> NDArray[np.int64]:
-    """The share of a side in whole pixels, not below `MIN_SIDE` if the side is not."""
+    """Return a share of a side in whole pixels, at least `MIN_SIDE` or the side if smaller."""
     return np.clip(np.floor(side * share + 0.5).astype(np.int64), np.minimum(side, MIN_SIDE), side)

@@ -1,30 +1,31 @@
-"""From edge coordinates of a source image to those of what is left of it: 2x3 matrices.
+"""2x3 matrices from edge coordinates of a source image to those of its augmented output.
 
-Edge coordinates: x right, y down, the top left corner of the picture is (0, 0), its bottom right
-corner (width, height), the middle of the first pixel (0.5, 0.5). In them a mirror is exactly
-x -> width - x, and scaling needs no half pixels.
+In edge coordinates x points right and y down, the top left corner of the image is (0, 0), its
+bottom right corner is (width, height), and the center of the first pixel is (0.5, 0.5). A mirror is
+then exactly x -> width - x, and scaling needs no half-pixel offsets.
 
-Every function takes numbers or arrays [m] alike. Each operation is one IEEE 754 addition,
-multiplication or division, in a fixed order, so numbers and arrays give the same bits, on any
-machine (BLAS products would not, nor would the sine of a C library).
+Every function accepts numbers or arrays [m]. Each operation is one IEEE 754 addition,
+multiplication or division, in a fixed order, so numbers and arrays give the same bits on any
+machine. BLAS products and the sine of a C library would not.
 """
 
 from typing import Any
 
 import numpy as np
 
-# The rows of a 2x3 matrix one after the other.
+# A 2x3 matrix in row order.
 Affine = tuple[Any, Any, Any, Any, Any, Any]
 
-# Of 0 to 3 quarter turns clockwise. No -0.0: signs of zero would otherwise depend on the path.
+# For 0 to 3 quarter turns clockwise. They contain no -0.0, so that the signs of zeros do not depend
+# on the code path.
 _COSINE = np.array([1.0, 0.0, -1.0, 0.0])
 _SINE = np.array([0.0, 1.0, 0.0, -1.0])
 _MINUS_SINE = np.array([0.0, -1.0, 0.0, 1.0])
-_RADIANS = 0.017453292519943295  # in a degree
+_RADIANS = 0.017453292519943295  # per degree
 
 
 def compose(after: Affine, before: Affine) -> Affine:
-    """The matrix that does `before`, then `after`."""
+    """Return the matrix that applies `before`, then `after`."""
     a, b, c, d, e, f = after
     g, h, i, j, k, l = before
     return (
@@ -34,7 +35,7 @@ def compose(after: Affine, before: Affine) -> Affine:
 
 
 def inverse(matrix: Affine) -> Affine:
-    """The matrix that undoes an invertible one."""
+    """Return the inverse of an invertible matrix."""
     a, b, c, d, e, f = matrix
     area = a * e - b * d
     return (
@@ -48,13 +49,16 @@ def inverse(matrix: Affine) -> Affine:
 
 
 def mirrored(flip: Any, width: Any) -> Affine:
-    """Left to right where `flip`: x -> width - x."""
+    """Return the mirror x -> width - x where `flip` is set, the identity elsewhere."""
     flip = flip * 1.0
     return 1.0 - 2.0 * flip, 0.0, flip * width, 0.0, 1.0, 0.0
 
 
 def turned(turns: Any, width: Any, height: Any) -> Affine:
-    """`turns` quarter turns clockwise of a width x height picture; once is (height - y, x)."""
+    """Return the matrix of clockwise quarter turns of a width x height image.
+
+    One turn maps (x, y) to (height - y, x).
+    """
     right = height * (turns == 1) + width * (turns == 2)
     down = height * (turns == 2) + width * (turns == 3)
     cosine = _COSINE[turns]
@@ -64,14 +68,14 @@ def turned(turns: Any, width: Any, height: Any) -> Affine:
 def warped(
     width: Any, height: Any, degrees: Any, scale: Any, shear: Any, right: Any, down: Any
 ) -> Affine:
-    """Shear, scale and turn clockwise about the middle, then shift by shares of the sides.
+    """Return the matrix that shears, scales and rotates about the center, then shifts.
 
     Args:
-        width, height: of the canvas.
-        degrees: -45 to 45.
-        scale: enlargement.
-        shear: x -> x + shear * y, from the middle.
-        right, down: shares of width and height.
+        width, height: size of the canvas.
+        degrees: clockwise rotation, -45 to 45.
+        scale: scale factor.
+        shear: x -> x + shear * y, relative to the center.
+        right, down: shift, as shares of width and height.
     """
     sine, cosine = sine_cosine(degrees)
     a, b = scale * cosine, scale * (cosine * shear - sine)
@@ -81,9 +85,9 @@ def warped(
 
 
 def sine_cosine(degrees: Any) -> tuple[Any, Any]:
-    """(sine, cosine) of -45 to 45 degrees by their power series: within 3e-16, never another bit.
+    """Return (sine, cosine) of -45 to 45 degrees, accurate to 3e-16 and bit-exact on any machine.
 
-    The terms left out are below 0.8**18 / 18!, which is 3e-18.
+    They are power series; the omitted terms are below 0.8**18 / 18!, which is 3e-18.
     """
     angle = degrees * _RADIANS
     square = angle * angle
@@ -97,14 +101,14 @@ def sine_cosine(degrees: Any) -> tuple[Any, Any]:
 def placed(
     flip: Any, turns: Any, affine: Affine, left: Any, top: Any, width: Any, height: Any
 ) -> Affine:
-    """Mirror, turn, warp, then take the crop's corner (left, top) for the origin.
+    """Return the matrix that mirrors, turns, warps, then moves the crop's corner to the origin.
 
     Args:
-        flip: whether a source of width x height is mirrored.
+        flip: True to mirror the source.
         turns: quarter turns clockwise, 0 to 3.
-        affine: on the canvas that the turns leave.
-        left, top: of the crop on that canvas.
-        width, height: of the source.
+        affine: matrix on the turned canvas.
+        left, top: corner of the crop on that canvas.
+        width, height: size of the source.
     """
     turn = turned(turns, width, height)
     a, b, c, d, e, f = compose(affine, compose(turn, mirrored(flip, width)))
@@ -112,6 +116,6 @@ def placed(
 
 
 def rescaled(matrix: Affine, x_factor: Any, y_factor: Any) -> Affine:
-    """`matrix`, then both axes scaled."""
+    """Return `matrix` followed by a scaling of both axes."""
     a, b, c, d, e, f = matrix
     return a * x_factor, b * x_factor, c * x_factor, d * y_factor, e * y_factor, f * y_factor

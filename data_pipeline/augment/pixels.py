@@ -1,16 +1,16 @@
-"""What was drawn for an image, done to its pixels. numpy and Pillow only.
+"""Applies the drawn augmentation of an image to its pixels, with numpy and Pillow.
 
-In this order:
+The steps, in order:
 
-1. geometry. Mirror and quarter turns move whole pixels, and so does the crop. Where an affine was
-   drawn, mirror, turns, affine and crop are one bicubic resampling; what lies outside the source
-   becomes black, as the padding to whole tokens is.
-2. rescale, bicubic with antialiasing, to the size that was drawn.
-3. brightness, contrast about middle grey, gamma: one table of 256 values. Then saturation.
-4. JPEG at the quality drawn, 4:2:0, and back.
+1. Geometry. Mirror, quarter turns and crop move whole pixels. If an affine was drawn, mirror,
+   turns, affine and crop are one bicubic resampling; pixels from outside the source become black,
+   like the padding to whole tokens.
+2. Rescale to the drawn size, bicubic with antialiasing.
+3. Brightness, contrast about middle grey and gamma, as one table of 256 values. Then saturation.
+4. JPEG compression at the drawn quality with 4:2:0, and decompression.
 
-The same draw gives the same bytes under one version of Pillow and its libjpeg; other versions may
-round pixels another way. Sizes and coordinates never depend on it.
+The same draw gives the same bytes with the same version of Pillow and its libjpeg; other versions
+may round pixels differently. Sizes and coordinates do not depend on the version.
 """
 
 import io
@@ -28,7 +28,7 @@ JPEG_SUBSAMPLING = "4:2:0"
 
 _IDENTITY = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as in JPEG
-# (mirrored, then turned by so many quarters clockwise); Pillow counts degrees the other way.
+# (mirrored, then quarter turns clockwise) -> Pillow's operation, which rotates counterclockwise.
 _MOVES = {
     (False, 1): Image.Transpose.ROTATE_270,
     (False, 2): Image.Transpose.ROTATE_180,
@@ -41,17 +41,17 @@ _MOVES = {
 
 
 def apply(draw: Draw, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Do to an image what was drawn for it.
+    """Apply a draw to an image.
 
     Args:
-        draw: made for an image of this size.
+        draw: draw for an image of this size.
         pixels: uint8 [draw.height, draw.width, 3].
 
     Returns:
         uint8 [draw.out_height, draw.out_width, 3], read-only; `pixels` itself if nothing was drawn.
 
     Raises:
-        ValueError: pixels of another size than the draw was made for.
+        ValueError: `pixels` does not have the size or dtype that the draw was made for.
     """
     if pixels.dtype != np.uint8 or pixels.shape != (draw.height, draw.width, 3):
         raise ValueError(
@@ -69,7 +69,7 @@ def apply(draw: Draw, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def _placement(draw: Draw) -> Affine:
-    """From the source to the crop, before it is scaled."""
+    """Return the matrix from the source to the unscaled crop."""
     affine = _IDENTITY if draw.affine is None else draw.affine
     return placed(draw.flip, draw.turns, affine, *draw.crop[:2], draw.width, draw.height)
 
@@ -77,7 +77,7 @@ def _placement(draw: Draw) -> Affine:
 def _framed(draw: Draw, image: Image.Image) -> Image.Image:
     left, top, right, bottom = draw.crop
     if draw.affine is not None:
-        # Pillow asks for each pixel of the output where it comes from, in edge coordinates too.
+        # Pillow needs the matrix from output to source, also in edge coordinates.
         source = tuple(float(value) for value in inverse(_placement(draw)))
         return image.transform(
             (right - left, bottom - top),
@@ -94,7 +94,7 @@ def _framed(draw: Draw, image: Image.Image) -> Image.Image:
 def _coloured(
     image: Image.Image, brightness: float, contrast: float, saturation: float, gamma: float
 ) -> Image.Image:
-    """Factors and exponent as drawn; 1 leaves each as it is."""
+    """Apply the drawn factors and exponent; 1 means no change."""
     if (brightness, contrast, gamma) != (1.0, 1.0, 1.0):
         values = np.clip(np.arange(256) * brightness, 0, 255)
         values = np.clip((values - 127.5) * contrast + 127.5, 0, 255)

@@ -1,20 +1,20 @@
-"""Points, boxes, polygons and orientations of a sample: how they follow the pixels.
+"""Moves points, boxes, polygons and orientations of a sample along with the augmented pixels.
 
 A region is a shape code and k points (x, y), finite pixels of the stored file in edge coordinates:
-x right, y down, from (0, 0) to (width, height). Under a matrix, and where it leaves the frame:
+x right, y down, from (0, 0) to (width, height). A matrix acts on the shapes as follows:
 
-POINT (1 point) moves; dropped if it is outside.
+POINT (1 point) moves; dropped if it is outside the frame.
 BOX (2 points, opposite corners) becomes the bounding box of its four moved corners: exact under
     mirror, quarter turns, crop and scaling, wider than the object under rotation and shear. It is
     clipped, and dropped if less than `min_visible` of its area is left, or none.
-POLYGON (3 points or more) moves; dropped if a point is more than half a pixel outside, otherwise
-    such points are drawn to the edge.
-TURN (1 point, (degrees, 0)) says by how much the content is turned clockwise: 0, 90, 180 or 270.
-    Quarter turns add to it; it is never dropped, and no image that has one may be mirrored.
+POLYGON (3 points or more) moves; dropped if a point is more than half a pixel outside the frame,
+    otherwise points outside are clamped to the edge.
+TURN (1 point, (degrees, 0)) is the clockwise rotation of the content: 0, 90, 180 or 270. Quarter
+    turns add to it. It is never dropped, and an image with a turn must not be mirrored.
 
-A polygon is not cut along the edge, because that changes how many numbers it is written with, and
-with that the length of the sample: which regions survive decides lengths, and packing needs those
-before any pixel is read: `survivors` answers for all regions of a window at once.
+A polygon is not clipped at the edge, because that would change the count of its written numbers and
+with it the length of the sample. The surviving regions decide the lengths, which packing needs
+before any pixel is read, so `survivors` handles all regions of a window at once.
 """
 
 import numpy as np
@@ -23,12 +23,12 @@ from numpy.typing import ArrayLike, NDArray
 POINT, BOX, POLYGON, TURN = range(4)
 NAMES = ("point", "box", "polygon", "turn")
 
-# How far outside, in pixels of the output, a point of a polygon may lie, and a point of its own.
-# The second only makes up for rounding: a point on the very edge of the picture stays in.
+# Tolerance in output pixels for polygon points and for POINT regions outside the frame. The second
+# only absorbs rounding, so that a point exactly on the edge of the image survives.
 POLYGON_SLACK = 0.5
 POINT_SLACK = 2.0**-10
 
-# By shape.
+# Number of points, indexed by shape code.
 _FEWEST_POINTS, _MOST_POINTS = np.array([1, 2, 3, 1]), np.array([1, 2, 2**15 - 1, 1])
 
 
@@ -41,23 +41,23 @@ def survivors(
     out_h: ArrayLike,
     min_visible: ArrayLike,
 ) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
-    """Where r regions of any images lie in their outputs; the rules stand at the top.
+    """Move r regions of any images to their outputs, by the rules of the module docstring.
 
     Args:
         shape: [r] codes.
         point_ptr: int64 [r+1], first point of each region, and the end.
         points: float64 [p, 2].
-        matrices: float64 [r, 3, 3] of the images they lie in, from edge coordinates of the source
-            to those of the output.
-        out_w, out_h: integers [r], sizes of those images' outputs.
-        min_visible: share of a box's area that must be left; number, or [r].
+        matrices: float64 [r, 3, 3] of the regions' images, from edge coordinates of the source to
+            those of the output.
+        out_w, out_h: integers [r], output sizes of the regions' images.
+        min_visible: minimum share of a box's area that must stay; a number or [r].
 
     Returns:
-        (keep bool [r], float64 [p, 2]: the points inside the output, of a box the upper left and
-        the lower right corner; NaN in dropped regions).
+        (keep bool [r], points float64 [p, 2]): the points in the output, for a box its upper left
+        and lower right corner; NaN for dropped regions.
 
     Raises:
-        ValueError: a turn under a mirror, or a number of points that its shape does not have.
+        ValueError: a turn in a mirrored image, or a wrong number of points for a shape.
     """
     num = shape.size
     ends = np.stack(np.broadcast_arrays(np.asarray(out_w), np.asarray(out_h)), axis=-1)
@@ -88,9 +88,10 @@ def survivors(
 
 
 def _quarters(matrices: NDArray[np.float64], which: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Clockwise quarter turns nearest to matrices [t, 3, 3] of regions `which` [t]: int64 [t].
+    """Return the clockwise quarter turns int64 [t] nearest to matrices [t, 3, 3].
 
-    Told by where the x axis goes: shear leaves it alone, and 45 degrees or less leave it nearest.
+    They follow from the image of the x axis: shear does not change it, and a rotation of at most 45
+    degrees does not change the nearest quarter. `which` [t] are region numbers for messages.
     """
     a, b = matrices[:, 0, 0], matrices[:, 0, 1]
     d, e = matrices[:, 1, 0], matrices[:, 1, 1]
@@ -118,8 +119,8 @@ def _check_counts(shape: NDArray[np.int8], counts: NDArray[np.int64]) -> None:
 def _move_each(
     points: NDArray[np.float64], matrices: NDArray[np.float64], owner: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Points [p, 2] under the matrices [r, 3, 3] of their owners [p]."""
-    # Not a matrix product: BLAS may add in another order or without rounding in between.
+    """Move points [p, 2] by the matrices [r, 3, 3] of their owners [p]."""
+    # No matrix product, because BLAS may use another order of additions or fused multiply-adds.
     x, y = points[:, 0], points[:, 1]
     out = np.empty_like(points)
     for axis in (0, 1):
@@ -129,7 +130,7 @@ def _move_each(
 
 
 def _inside_each(points: NDArray[np.float64], frame: NDArray[np.float64]) -> NDArray[np.float64]:
-    # "+ 0.0" leaves no -0.0, which min and max of Python and numpy pick differently.
+    # "+ 0.0" turns -0.0 into 0.0, because min and max of Python and numpy treat it differently.
     return np.minimum(np.maximum(points, 0.0), frame) + 0.0
 
 
@@ -140,7 +141,11 @@ def _clip_each(
     frame: NDArray[np.float64],
     min_visible: NDArray[np.float64],
 ) -> tuple[NDArray[np.bool_], NDArray[np.float64], NDArray[np.float64]]:
-    """Boxes [b] by opposite corners [b, 2] -> (keep, upper left [b, 2], lower right [b, 2])."""
+    """Move and clip boxes given by opposite corners [b, 2].
+
+    Returns:
+        (keep bool [b], upper left [b, 2], lower right [b, 2]).
+    """
     every = np.arange(len(one))
     corners = np.stack(
         [
@@ -156,7 +161,7 @@ def _clip_each(
 
 
 def written(shape: int, points: NDArray[np.float64], out_w: int, out_h: int) -> tuple[int, ...]:
-    """The numbers that a region is written with, as many as its shape and points say.
+    """Return the numbers that a region is written with.
 
     Args:
         shape: POINT, BOX, POLYGON or TURN.
@@ -164,7 +169,7 @@ def written(shape: int, points: NDArray[np.float64], out_w: int, out_h: int) -> 
         out_w, out_h: size of the output.
 
     Returns:
-        x, y, x, y ... in thousandths of the frame, 0 to 999; of a turn its degrees alone.
+        x, y, x, y ... in thousandths of the frame, 0 to 999; for a turn, only its degrees.
     """
     if shape == TURN:
         return (int(points[0, 0]),)
@@ -172,9 +177,10 @@ def written(shape: int, points: NDArray[np.float64], out_w: int, out_h: int) -> 
 
 
 def to_thousandths(points: ArrayLike, width: ArrayLike, height: ArrayLike) -> NDArray[np.int64]:
-    """Thousandths of the frame, rounded down, 0 to 999: int64 [..., 2] from points [..., 2].
+    """Return points [..., 2] as thousandths of the frame, rounded down, 0 to 999: int64 [..., 2].
 
-    Multiplied first, which is exact for fractions of a pixel: only the division rounds.
+    The multiplication comes first; it is exact for binary fractions of a pixel, so that only the
+    division rounds.
     """
     size = np.stack(np.broadcast_arrays(np.asarray(width), np.asarray(height)), axis=-1)
     share = np.floor(np.asarray(points, np.float64) * 1000.0 / size)

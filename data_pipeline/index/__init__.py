@@ -1,1 +1,1 @@
-"""What a source holds, on disk: shards, columns, manifest."""
+"""On-disk format of a source: shards, index columns and manifest."""

@@ -1,7 +1,7 @@
-"""What a source holds, as columns: where every sample and medium lies, how large it is, its CRC.
+"""Index columns of a source: offset, size and CRC-32 of every sample and media file.
 
-The planner needs nothing else: which tokens a sample has follows from these columns and
-`moonvit3d.geometry`, so planning reads no data bytes. `index.manifest` keeps them in files.
+The data planner needs nothing else: the token layout of a sample follows from these columns and
+`moonvit3d.geometry`, so planning reads no data bytes. `index.manifest` stores them in files.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 SCHEMA = "kimi-pretrain/source/2"
 
-# What a source may be about; rules of augmentation and documentation go by it.
+# Allowed categories of a source, which select the augmentation rules and sample templates.
 CATEGORIES = (
     "agent",
     "caption",
@@ -29,12 +29,12 @@ CATEGORIES = (
     "video",
 )
 
-_PART = 1 << 16  # entries looked at together
+_PART = 1 << 16  # entries processed at a time
 
-# A piece is what a sample is laid out from, in order.
+# Kinds of pieces; a sample is laid out from its pieces, in order.
 PIECE_TEXT, PIECE_ITEM, PIECE_REGION = 0, 1, 2
 
-# Column -> dtype. `Any`, so that what is made from them may stand for any typed column.
+# Column -> dtype. The type is `Any`, so that arrays of these dtypes pass for any typed column.
 SAMPLE_COLUMNS: dict[str, Any] = {
     "shard": np.int32,
     "json_offset": np.int64,
@@ -43,7 +43,7 @@ SAMPLE_COLUMNS: dict[str, Any] = {
     "flip_ok": np.bool_,
     "turn_ok": np.bool_,
 }
-# A sample has any number of each of these; `<group>_ptr` says where a sample's begin.
+# A sample has any number of entries per group; `<group>_ptr` holds the offset of its first entry.
 GROUPS: dict[str, dict[str, Any]] = {
     "piece": {
         "piece_kind": np.int8,
@@ -77,12 +77,12 @@ HASHED = (
     *SAMPLE_COLUMNS,
     *(name for group, columns in GROUPS.items() for name in (f"{group}_ptr", *columns)),
 )
-"""The columns of a content hash, in its order; the keys follow."""
+"""The columns of a content hash, in hashing order; the sample keys follow them."""
 
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """One tar file: its key in the store, bytes, SHA-256 (hex) and number of samples."""
+    """A tar file: key in the store, size in bytes, SHA-256 (hex) and number of samples."""
 
     key: str
     size: int
@@ -93,7 +93,7 @@ class ShardInfo:
 def content_digest(
     category: str, tokenizer_hash: str, shards: Sequence[ShardInfo]
 ) -> "hashlib._Hash":
-    """Return the SHA-256 over what a content hash begins with, before the columns."""
+    """Return the SHA-256 state of a content hash before its columns are added."""
     digest = hashlib.sha256(f"{SCHEMA}\n{category}\n{tokenizer_hash}\n".encode())
     for shard in shards:
         digest.update(f"{shard.sha256} {shard.size} {shard.samples}\n".encode())
@@ -102,38 +102,39 @@ def content_digest(
 
 @dataclass(frozen=True, eq=False)
 class SourceIndex:
-    """Columns of N samples and of what they hold, read-only.
+    """Read-only columns of N samples and their pieces, variants, items, regions and points.
 
     A sample has pieces, in order: texts, media items (an image or one video chunk) and regions
-    (written coordinates). Texts with variants, items, regions and the regions' points have columns
-    of their own; `<group>_ptr` int64 [N+1] says where a sample's begin in the columns of the group.
+    (written coordinates). Text variants, items, regions and the regions' points have separate
+    columns; `<group>_ptr` int64 [N+1] holds the offset of each sample's first entry in its group.
 
     Attributes:
-        name: name of the source, the folder it lies in.
+        name: name of the source, which is also its folder.
         category: one of `CATEGORIES`.
-        shards: the tar files, in the order the `shard` column counts them.
+        shards: the tar files, in the order of their numbers in the `shard` column.
         key: N sample keys, as a list or an Arrow array; use `key_of`.
-        shard: int32 [N], grouped: never decreasing.
-        json_offset, json_length: int64 [N], bytes of the sample's JSON in its shard.
+        shard: int32 [N], number of the sample's shard, non-decreasing.
+        json_offset, json_length: int64 [N], byte range of the sample's JSON in its shard.
         json_crc: uint32 [N], CRC-32 of those bytes.
-        flip_ok, turn_ok: bool [N], its images may be mirrored, or turned by quarters.
+        flip_ok, turn_ok: bool [N], True if the images may be mirrored or turned by 90 degrees.
         piece_kind: int8 [P], PIECE_TEXT, PIECE_ITEM or PIECE_REGION.
-        piece_tokens: int32 [P], tokens of a text (its first variant) or of a written region; of an
-            item those before its media pads (with a chunk's timestamp).
-        piece_variants: int16 [P], how many texts there are to choose from; 1 but for variants.
+        piece_tokens: int32 [P], tokens of a text (its first variant) or of a written region; for
+            an item, the tokens before its media pads (including a chunk's timestamp).
+        piece_variants: int16 [P], number of variants of a text; 1 for all other pieces.
         variant_tokens: int32 [V], tokens of the second, third ... variant of each such piece.
         item_kind: int8 [M], 0 image, 1 video chunk.
-        item_media: int16 [M], which media file of the sample. item_chunk: which chunk of it.
+        item_media: int16 [M], number of the media file in the sample. item_chunk: int16 [M],
+            number of the chunk in the file.
         item_frames: int16 [M], 1 ... 4. item_height, item_width: int32 [M], source pixels.
         item_offset, item_length, item_crc: the media file in the shard; chunks of a video share it.
-        region_item: int16 [R], the item of the sample it lies in.
-        region_shape: int8 [R], see `augment.regions`. region_points: int16 [R], its points.
+        region_item: int16 [R], number of the region's item in the sample.
+        region_shape: int8 [R], see `augment.regions`. region_points: int16 [R], number of points.
         point_x, point_y: float32 [Q], pixels of the file as stored, in edge coordinates.
-        tokenizer_name, tokenizer_hash: of the tokenizer that counted the tokens.
-        index_sha256: SHA-256 (hex) of the file that this was read from; "" for what was not read.
-        redacted: samples whose bytes were overwritten, in the order in which that was done; their
-            checksums here are those of what is there now.
-        made_as: content_hash before anything was redacted; "" where nothing was.
+        tokenizer_name, tokenizer_hash: the tokenizer that counted the tokens.
+        index_sha256: SHA-256 (hex) of the index file; "" if the index was not read from a file.
+        redacted: samples whose bytes were overwritten, in the order of their redaction; the
+            checksums here are those of the new bytes.
+        made_as: content_hash before the first redaction; "" if this source was never redacted.
 
     The length of a sample is 2 + tokens of its pieces + (pads + 1) of each item.
     """
@@ -207,7 +208,7 @@ class SourceIndex:
             getattr(self, name).flags.writeable = False
 
     def _check_sums(self) -> None:
-        """What one group says of another must add up, or offsets would run into neighbours."""
+        """Check the counts between groups; a wrong count would shift all later offsets."""
         more = int(self.piece_variants.sum(dtype=int)) - len(self.piece_variants)
         for what, counted, entries in (
             ("items", _count(self.piece_kind, PIECE_ITEM), len(self.item_kind)),
@@ -229,12 +230,12 @@ class SourceIndex:
 
     @property
     def num_samples(self) -> int:
-        """N."""
+        """Number of samples N."""
         return len(self.shard)
 
     @property
     def num_items(self) -> int:
-        """M, images and video chunks."""
+        """Number of images and video chunks M."""
         return len(self.item_kind)
 
     @cached_property
@@ -245,24 +246,24 @@ class SourceIndex:
         return running[self.piece_ptr[1:]] - running[self.piece_ptr[:-1]]
 
     def key_of(self, sample: int) -> str:
-        """The key of a sample, for messages."""
+        """Return the key of a sample, for messages."""
         return str(self.key[int(sample)])
 
     @property
     def shard_ptr(self) -> NDArray[np.int64]:
-        """Where each shard's samples begin, and the end, int64 [shards + 1]."""
+        """Offset of each shard's first sample, and the end, int64 [shards + 1]."""
         return np.searchsorted(self.shard, np.arange(len(self.shards) + 1))
 
     @property
     def identity(self) -> str:
-        """The content_hash that it was made with: what runs know it by, also when redacted."""
+        """The original content_hash, by which runs identify the source even after redactions."""
         return self.made_as or self.content_hash
 
     @cached_property
     def content_hash(self) -> str:
         """SHA-256 (hex) over all columns, the shards' hashes and the tokenizer's.
 
-        Unlike the hash of the Parquet file it does not depend on the version that wrote it.
+        Unlike the hash of the Parquet file, it does not depend on the library version.
         """
         digest = content_digest(self.category, self.tokenizer_hash, self.shards)
         for name in HASHED:
@@ -272,12 +273,12 @@ class SourceIndex:
 
 
 def _count(column: NDArray[Any], value: int) -> int:
-    """Count a value, a part at a time: what is freed of a large array stays with the process."""
+    """Count a value in parts, because the process would keep the memory of a large temporary."""
     parts = range(0, len(column), _PART)
     return sum(int(np.count_nonzero(column[at : at + _PART] == value)) for at in parts)
 
 
 def _rises(column: NDArray[Any]) -> bool:
-    """Whether no entry is below the one before it."""
+    """Return whether the entries never decrease."""
     parts = range(0, len(column), _PART)
     return all((np.diff(column[at : at + _PART + 1]) >= 0).all() for at in parts)

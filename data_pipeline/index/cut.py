@@ -1,7 +1,8 @@
-"""A source's index on local disk in small pieces: for who looks at a few samples of millions.
+"""Local copy of a source's index in small row groups, for random access to single samples.
 
-index.parquet has row groups of a million samples, as it is read whole. Here it is written once more
-with small ones, so that any sample's columns are read in some tens of milliseconds and megabytes.
+index.parquet has row groups of a million samples, because it is read whole. This module rewrites it
+with small row groups, so that the columns of any sample load in tens of milliseconds and tens of
+megabytes.
 """
 
 import os
@@ -19,20 +20,20 @@ from data_pipeline.index.parts import index_parts, part_of
 from data_pipeline.store.open import Store
 
 PIECE = 1 << 14  # samples
-_KEPT = 4  # pieces in memory
+_KEPT = 4  # maximum pieces in memory
 FILE = "samples.parquet"
 
 
 class CutIndex:
-    """The index of one source, a piece at a time, from any thread.
+    """The index of one source, read piece by piece; usable from any thread.
 
     Args:
-        store: where the source lies.
-        name: of the source.
-        folder: of all such files, by content; it may be that of facts.
+        store: root that holds the source.
+        name: name of the source.
+        folder: folder of all such files, keyed by content hash; may be the folder of facts.
 
     Raises:
-        MissingKey, IndexMismatch, ValueError: as `read_index`; nothing is left behind.
+        MissingKey, IndexMismatch, ValueError: as for `read_index`; no files are left behind.
         OSError: the folder cannot be written.
     """
 
@@ -46,16 +47,16 @@ class CutIndex:
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the index file."""
         self._file.close()
 
     @property
     def num_samples(self) -> int:
-        """Samples of the source."""
+        """Number of samples in the source."""
         return self.manifest["samples"]
 
     def around(self, sample: int) -> tuple[SourceIndex, int]:
-        """Return the index of the samples around one, and the number of the first of them.
+        """Return the index of the piece around a sample, and the number of its first sample.
 
         Raises:
             ValueError: the source has no such sample.

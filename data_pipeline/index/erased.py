@@ -1,9 +1,9 @@
-"""Which samples were erased under a root: hashes that stay when the source itself is collected.
+"""Hashes of the samples erased under a root, kept even after the source itself is collected.
 
-`NAME/erased.json` beside a source has, of each sample that was redacted, the CRC-32 of its document
-(to find candidates quickly) and a SHA-256 over key, lengths and checksums of document and media.
-From neither can anything of the sample be told that is not known already. A sync copies no shard
-with such a sample, and no ingest writes one: another sample under the same key is another matter.
+For each redacted sample, `NAME/erased.json` holds the CRC-32 of its document (to find candidates
+quickly) and a SHA-256 over key, lengths and checksums of document and media. Neither hash reveals
+the sample. A sync copies no shard with an erased sample, and no ingest writes an erased sample; a
+different sample under the same key is allowed.
 """
 
 import hashlib
@@ -32,63 +32,63 @@ _THREADS = 16
 
 @dataclass(frozen=True)
 class Erased:
-    """Samples that were erased.
+    """Erased samples.
 
     Attributes:
-        by_crc: CRC-32 of the document -> SHA-256 of samples (`digest`).
+        by_crc: CRC-32 of the document -> SHA-256 hashes of samples (`digest`).
     """
 
     by_crc: dict[int, set[str]] = field(default_factory=dict)
 
     def add(self, crc: int, sha256: str) -> None:
-        """Take in one more sample."""
+        """Add one sample."""
         self.by_crc.setdefault(crc, set()).add(sha256)
 
     def has(self, key: str, sums: Sequence[tuple[int, int]]) -> bool:
-        """Whether a sample is one of them; as of `digest`."""
+        """Return whether a sample is erased; see `digest` for the arguments."""
         found = self.by_crc.get(sums[0][1])
         return found is not None and digest(key, sums) in found
 
     def among(self, index: SourceIndex) -> list[int]:
-        """Return the samples of a source that are among them and not redacted there, ascending."""
+        """Return the erased samples of a source that are not redacted there, ascending."""
         near = np.flatnonzero(np.isin(index.json_crc, list(self.by_crc)))
         candidates = sorted({*near.tolist()} - {*index.redacted})
         return [one for one in candidates if self.has(index.key_of(one), sums_of(index, one))]
 
 
 def digest(key: str, sums: Sequence[tuple[int, int]]) -> str:
-    """Return the SHA-256 by which a sample is known.
+    """Return the SHA-256 that identifies a sample.
 
     Args:
-        key: of the sample.
-        sums: length and CRC-32 of its document, then of its items (`sums_of`).
+        key: key of the sample.
+        sums: (length, CRC-32) of its document, then of each item's file (`sums_of`).
     """
     return hashlib.sha256(json.dumps([key, *sums]).encode()).hexdigest()
 
 
 def sums_of(index: SourceIndex, sample: int) -> list[tuple[int, int]]:
-    """Return length and CRC-32 of a sample's document, then of the files of its items."""
+    """Return (length, CRC-32) of a sample's document, then of each item's file."""
     first, end = index.item_ptr[sample : sample + 2].tolist()
     items = zip(index.item_length[first:end].tolist(), index.item_crc[first:end].tolist())
     return [(int(index.json_length[sample]), int(index.json_crc[sample])), *items]
 
 
 def erased_key(name: str) -> str:
-    """Where it is kept what was erased of a source."""
+    """Return the key of the list of a source's erased samples."""
     return f"{name}/erased.json"
 
 
 def read_erased(store: Store) -> Erased:
-    """Return what was erased under a root, of sources that are there and of collected ones.
+    """Return the samples erased under a root, from present and collected sources.
 
     Raises:
-        ValueError: a file is not as it must be: nobody knows what must not come back.
+        ValueError: a file is malformed, so the samples that must not return are unknown.
     """
     try:
         folders = store.list_folders()
     except MissingBucket:
         if isinstance(store, FolderStore):
-            return Erased()  # the first write makes it
+            return Erased()  # the first write creates the folder
         raise
     found = Erased()
     for one in in_threads(lambda name: _read(store, name), folders, _THREADS):
@@ -98,11 +98,11 @@ def read_erased(store: Store) -> Erased:
 
 
 def note_erased(store: Store, name: str, index: SourceIndex, samples: Sequence[int]) -> None:
-    """Write down samples of a source, beside those that were noted before.
+    """Add samples of a source to its list of erased samples.
 
     Args:
-        name: folder of the source; a manifest may give another name.
-        index: has the checksums that the samples had before they were redacted.
+        name: folder of the source; its manifest may give another name.
+        index: index with the checksums from before the redaction.
     """
     known = _read(store, name)
     sums = [sums_of(index, sample) for sample in samples]
@@ -120,17 +120,17 @@ def note_erased(store: Store, name: str, index: SourceIndex, samples: Sequence[i
 
 
 def note_all_erased(store: Store, name: str) -> None:
-    """Write down all that is redacted in a source; one that came by a sync has no such file yet.
+    """Add all redacted samples of a source to its list; a source copied by a sync has none yet.
 
     Raises:
-        ValueError, IndexMismatch, StoreError: the source or what was noted cannot be read.
+        ValueError, IndexMismatch, StoreError: the source or its list cannot be read.
     """
     manifest = read_manifest(store, name)
     if samples := manifest.pop("redacted", {}).get("samples"):
         data = store.get(index_key(name))
         sha256 = hashlib.sha256(data).hexdigest()
         expect(f"{store.uri}/{name}", "index_sha256", sha256, manifest["index_sha256"])
-        # With the checksums that the samples had.
+        # "redacted" was popped from the manifest, so the index keeps the original checksums.
         index = index_of(read_table(data, f"{store.uri}/{index_key(name)}"), manifest, sha256)
         note_erased(store, name, index, samples)
 

@@ -1,9 +1,9 @@
-"""The files of a source's index.
+"""Reads and writes the files of a source's index.
 
-One Parquet file with a row per sample (what a sample has many of are list columns) and one small
-JSON manifest that names its hash, the shards' hashes and the tokenizer. The manifest is written
-last and is what makes a source exist. Reading checks the manifest's schema and the index against
-the manifest; samples are read by it in `data_pipeline/index/reads.py`.
+The index is a Parquet file with a row per sample (groups are list columns) and a small JSON
+manifest with the hash of that file, the hashes of the shards and the tokenizer. The manifest is
+written last, and a source exists once it has a manifest. Reading checks the manifest's schema, and
+the index against the manifest; `data_pipeline/index/reads.py` reads the samples.
 """
 
 import hashlib
@@ -42,26 +42,27 @@ class IndexMismatch(Exception):
 
 
 RUN_SOURCES = "sources.json"
-"""In a run's folder: which sources it reads (`access.run_sources`)."""
+"""File in a run folder with the sources that the run reads (`access.run_sources`)."""
 RUN_MIXTURES = "mixtures.json"
-"""In a run's folder: its shares so far, and where they were changed (`plan.report.mixtures`)."""
+"""File in a run folder with the mixture weights and their changes (`plan.report.mixtures`)."""
 RUN_TOMBSTONES = "tombstones.json"
-"""In a run's folder: which samples are out from which step on (`plan.tombstones.Tombstones`)."""
+"""File in a run folder with the steps from which samples are excluded
+(`plan.tombstones.Tombstones`)."""
 RUN_BEGAN_AT = "data_began_at.json"
-"""In a run's folder: the loader's state before its first step, where that is not step 1."""
+"""File in a run folder with the loader's state before the first step, if that is not step 1."""
 
 MOST_SHARDS = 1 << 18
-"""Shards that a manifest may name: 67 TB at the size that ingest gives them."""
+"""Maximum shards of a manifest: 67 TB at ingest's default shard size."""
 _MANIFEST_BYTES = 64 << 20
-# Folders asked for a manifest to name a misspelt source: each costs a request.
+# Maximum folders checked to suggest a source for a misspelt name; each check costs a request.
 _MOST_LOOKED_AT = 100
 
 
 def run_folders(places: Iterable[Path]) -> list[Path]:
-    """Return the run folders at places, resolved, sorted: each itself, or those in it.
+    """Return the run folders among paths or below them, resolved and sorted.
 
     Raises:
-        ValueError: there is none at one of them.
+        ValueError: a path neither is nor contains a run folder.
     """
     found: set[Path] = set()
     for place in places:
@@ -75,45 +76,45 @@ def run_folders(places: Iterable[Path]) -> list[Path]:
 
 
 def identity_of(manifest: Mapping[str, Any]) -> str:
-    """Return the hash by which runs know a source, whatever was redacted since.
+    """Return the hash by which runs identify a source, independent of redactions.
 
-    As `SourceIndex.identity`: of a manifest that was not checked it may be "".
+    Equals `SourceIndex.identity`; may be "" for an unchecked manifest.
     """
     made_as = manifest.get("redacted", {}).get("made_as")
     return str(made_as or manifest.get("content_hash", ""))
 
 
 def manifest_key(name: str) -> str:
-    """Where a source's manifest lies."""
+    """Return the key of a source's manifest."""
     return f"{name}/manifest.json"
 
 
 def index_key(name: str) -> str:
-    """Where a source's index lies."""
+    """Return the key of a source's index."""
     return f"{name}/index.parquet"
 
 
 def provenance_key(name: str) -> str:
-    """Where it is kept what a source was made of."""
+    """Return the key of a source's provenance."""
     return f"{name}/provenance.json"
 
 
 def write_index(
     store: Store, index: SourceIndex, provenance: Mapping[str, Any] | None = None
 ) -> None:
-    """Put provenance.json if given, index.parquet, then manifest.json; with it the source exists.
+    """Write provenance.json if given, index.parquet, then manifest.json; the source then exists.
 
     Args:
-        provenance: JSON that says what the source was made of; no part of its content.
+        provenance: JSON that describes the source's origin; not part of its content hash.
 
     Raises:
-        ValueError: a source of this name exists, or it has more shards than are read.
+        ValueError: a source of this name exists, or there are too many shards.
     """
     refuse_finished(store, index.name)
     refuse_shards(index.name, len(index.shards))
     data = _to_parquet(index)
     if provenance is not None:
-        told = json.dumps(provenance, indent=1) + "\n"  # ASCII: names of files need not be UTF-8
+        told = json.dumps(provenance, indent=1) + "\n"  # ASCII, as file names need not be UTF-8
         store.put(provenance_key(index.name), told.encode())
     manifest = {
         "schema": SCHEMA,
@@ -126,19 +127,19 @@ def write_index(
         "index_sha256": hashlib.sha256(data).hexdigest(),
         "content_hash": index.content_hash,
     }
-    if index.redacted:  # in a source whose shards this one holds by reference
+    if index.redacted:  # in the source whose shards this one references
         manifest["redacted"] = {"made_as": "", "samples": list(index.redacted), "replaced": []}
     check_form(manifest)
     store.put(index_key(index.name), data)
     text = json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"
     new = store.put_new(manifest_key(index.name), text.encode())
-    # A connection that broke after the object was written leads to a second request, refused.
+    # If the connection breaks after the write, the store refuses the retry although it succeeded.
     if not new and store.get(manifest_key(index.name)) != text.encode():
         refuse_finished(store, index.name)
 
 
 def refuse_finished(store: Store, name: str) -> None:
-    """Raise ValueError if there is a source of this name."""
+    """Raise ValueError if a finished source of this name exists."""
     try:
         store.head(manifest_key(name))
     except (MissingKey, MissingBucket):
@@ -150,7 +151,7 @@ def refuse_finished(store: Store, name: str) -> None:
 
 
 def refuse_shards(name: str, count: int) -> None:
-    """Raise ValueError if a source would have more shards than a manifest may name."""
+    """Raise ValueError if a source would have more than `MOST_SHARDS` shards."""
     if count > MOST_SHARDS:
         raise ValueError(
             f"source {name!r}: {count} shards, at most {MOST_SHARDS}; make larger shards "
@@ -159,12 +160,12 @@ def refuse_shards(name: str, count: int) -> None:
 
 
 def sources_at(store: Store) -> list[str]:
-    """Names of the finished sources under a store's root, sorted."""
+    """Return the names of the finished sources under a store's root, sorted."""
     return folders_with(store.list(), "manifest.json")
 
 
 def folders_with(keys: Iterable[str], file: str) -> list[str]:
-    """Return the folders of a root in which a file of this name lies, sorted."""
+    """Return the top-level folders that contain a file of this name, sorted."""
     parts = (key.split("/") for key in keys)
     return sorted(found[0] for found in parts if len(found) == 2 and found[1] == file)
 
@@ -174,9 +175,8 @@ def read_index(store: Store, name: str) -> SourceIndex:
 
     Raises:
         MissingKey: there is no manifest: no such source, or its ingest did not finish.
-        IndexMismatch: another schema, an index that is not the manifest's, or redactions of
-            another source.
-        ValueError: the name is one of a version in the catalogue.
+        IndexMismatch: another schema, or the index or the redactions do not match the manifest.
+        ValueError: the name is that of a version in the catalogue.
     """
     where, manifest = f"{store.uri}/{name}", read_manifest(store, name)
     data = store.get(index_key(name))
@@ -196,16 +196,16 @@ def read_index(store: Store, name: str) -> SourceIndex:
 
 
 def read_manifest(store: Store, name: str) -> dict[str, Any]:
-    """Read a source's manifest alone, whose schema and form are checked (`own_keys`).
+    """Read only a source's manifest and check its schema and form (`own_keys`).
 
     Raises:
-        MissingKey, IndexMismatch, ValueError: as `read_index`.
+        MissingKey, IndexMismatch, ValueError: as for `read_index`.
     """
     return read_manifest_file(store, name)[0]
 
 
 def read_manifest_file(store: Store, name: str) -> tuple[dict[str, Any], bytes]:
-    """As `read_manifest`; also the bytes of the file."""
+    """Read a manifest as `read_manifest` does; also return the bytes of the file."""
     where = f"{store.uri}/{name}"
     if "@" in name:
         raise ValueError(
@@ -246,10 +246,10 @@ def read_manifest_file(store: Store, name: str) -> tuple[dict[str, Any], bytes]:
 
 
 def read_provenance(store: Store, name: str) -> dict[str, Any] | None:
-    """Return what a source was made of; None for one of an earlier version, which did not say.
+    """Return the provenance of a source; None if an earlier version, without provenance, wrote it.
 
     Raises:
-        IndexMismatch: it is not a JSON object.
+        IndexMismatch: the provenance is not a JSON object.
     """
     try:
         found = read_json(store, provenance_key(name), _MANIFEST_BYTES)
@@ -263,7 +263,7 @@ def read_provenance(store: Store, name: str) -> dict[str, Any] | None:
 
 
 def _others(store: Store, name: str) -> str:
-    """Say which sources there are beside one that is not; nothing where that cannot be told."""
+    """Return a hint with similar source names for a missing source; "" if there is none."""
     found = []
     with suppress(StoreError):
         for folder in islice(store.list_folders(), _MOST_LOOKED_AT):
@@ -274,7 +274,7 @@ def _others(store: Store, name: str) -> str:
 
 
 def expect(where: str, what: str, found: object, expected: object) -> None:
-    """Raise IndexMismatch unless what was found is what was expected."""
+    """Raise IndexMismatch unless `found` equals `expected`."""
     if found != expected:
         raise IndexMismatch(
             f"{where}: {what} is {found}, expected {expected}; index and data do not belong "
@@ -304,11 +304,11 @@ def refused_parquet(where: str) -> Iterator[None]:
 
 
 def read_table(data: bytes, where: str = "index.parquet") -> pa.Table:
-    """Return the rows of an index's file.
+    """Return the rows of an index file.
 
-    Arrow reads a copy in its own memory. Its threads may release the file's bytes after the last
-    row has been read: if these were Python's, a process that ends at that moment would abort,
-    because such a thread asks for the interpreter's lock.
+    Arrow reads a copy in its own memory, because its threads may release the file's bytes after the
+    last row has been read. If Python owned these bytes, a process that exits at that moment would
+    abort, because the thread would need the GIL.
     """
     copy = pa.allocate_buffer(len(data))
     memoryview(copy).cast("B")[:] = data
@@ -344,7 +344,7 @@ def refuse_nulls(values: pa.Array, where: str) -> None:
 
 
 def table_of(index: SourceIndex) -> pa.Table:
-    """Return the columns of an index as its file has them, a row per sample."""
+    """Return the columns of an index in the form of its file, a row per sample."""
     columns: dict[str, pa.Array] = {"key": pa.array(index.key, pa.string())}
     columns |= {name: pa.array(getattr(index, name)) for name in SAMPLE_COLUMNS}
     for group, names in GROUPS.items():
@@ -358,7 +358,7 @@ def _lists(pointer: NDArray[np.int64], values: NDArray[Any]) -> pa.Array:
 
 
 def attributes_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a manifest alone tells of a `SourceIndex`, by its attributes."""
+    """Return the attributes of a `SourceIndex` that the manifest alone determines."""
     return {
         "name": manifest["name"],
         "category": manifest["category"],
@@ -369,21 +369,21 @@ def attributes_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def numbers_of(values: pa.Array) -> NDArray[Any]:
-    """Return what a column without nulls holds; bools as uint8.
+    """Return the values of a column without nulls; bools become uint8.
 
-    Its own `to_numpy` would load pandas where that is installed, for 0.2 s.
+    Arrow's `to_numpy` would load pandas if that is installed, which takes 0.2 s.
     """
     bits = pa.types.is_boolean(values.type)
     return np.from_dlpack(values.cast(pa.uint8()) if bits else values)
 
 
 def index_of(table: pa.Table, manifest: Mapping[str, Any], sha256: str) -> SourceIndex:
-    """Return the index whose file holds these rows; of some of its rows those samples alone.
+    """Return the index of these rows, which may be some or all rows of its file.
 
     Args:
         table: rows of `index.parquet`.
-        manifest: of the source.
-        sha256: of the file.
+        manifest: manifest of the source.
+        sha256: SHA-256 (hex) of the file.
 
     Raises:
         IndexMismatch: as `check_columns`.

@@ -1,10 +1,10 @@
-"""Keys that belong to a source, and the form of its manifest.
+"""Checks which keys belong to a source and whether a manifest is well-formed.
 
-Anybody may have written a manifest: it may come from another root, or from a bucket that several
-people write to, and its hashes may still be right. So a manifest speaks only for the files in its
-own folder that have a name which this project gives. It may name shards of other sources, to read
-them, but on its word alone they are neither removed nor replaced. Everything that removes objects
-under a root asks this module first.
+A manifest is untrusted: it may come from another root or from a bucket with several writers, and
+its hashes may still be right. So a manifest has authority only over files in its own folder whose
+names match this project's patterns. It may reference shards of other sources for reading, but it
+cannot cause their removal or replacement. All code that removes objects under a root asks this
+module first.
 """
 
 import re
@@ -22,14 +22,14 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def folder_of(key: str) -> str:
-    """Return the folder of the root that a key lies in."""
+    """Return the top-level folder of a key."""
     return key.partition("/")[0]
 
 
 def is_own(name: str, key: str) -> bool:
-    """Return whether a key lies in the folder of a source and has a name that this project gives.
+    """Return whether a key is in the folder of a source and matches this project's file names.
 
-    `holds.json` and `erased.json` are no such names: they outlive the source.
+    `holds.json` and `erased.json` do not match, because they outlive the source.
     """
     return folder_of(key) == name and _OURS.fullmatch(key.partition("/")[2]) is not None
 
@@ -40,9 +40,9 @@ def is_shard(key: str) -> bool:
 
 
 def place_of(key: str) -> str:
-    """Return what a shard and all that replaced it share: their key without suffixes.
+    """Return a shard's key without suffixes, which the shard and its replacements share.
 
-    Samples lie at the same offsets in all shards of a place: redaction moves nothing.
+    All of these shards have their samples at the same offsets, because redaction moves nothing.
     """
     found = _SHARD.fullmatch(key)
     if found is None:
@@ -51,13 +51,13 @@ def place_of(key: str) -> str:
 
 
 def check_form(manifest: Mapping[str, Any]) -> None:
-    """Check the fields of a manifest, and what it says of shards and redactions.
+    """Check the fields of a manifest, including its shards and redactions.
 
-    Nothing else is read: whether bytes have the hashes that it names is the readers' affair.
+    Reads no other file: readers compare the hashes with the bytes.
 
     Raises:
-        ValueError: a field is missing or has another type, a shard has no name of a shard, or
-            shards are said to be replaced that are none of this source's; says which.
+        ValueError: a field is missing or has another type, a shard key is malformed, or a replaced
+            shard does not belong to this source; the message names it.
     """
     _expect(manifest, str, "name", "category", "content_hash", "index_sha256")
     _expect(manifest, int, "samples", "items")
@@ -84,7 +84,7 @@ def check_form(manifest: Mapping[str, Any]) -> None:
 
 
 def first_shards(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the shards of a manifest, of checked form, as they were before any redaction."""
+    """Return the shards of a checked manifest as they were before any redaction."""
     before = {one["by"]: one for one in manifest.get("redacted", {}).get("replaced", ())}
     found = []
     for shard in manifest["shards"]:
@@ -98,9 +98,9 @@ def first_shards(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _check_replaced(
     shards: Sequence[Mapping[str, Any]], replaced: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Check that each replaced shard leads to a shard of the source, one after the other.
+    """Check that each replaced shard leads to a shard of the source through its replacements.
 
-    A redacted shard has a name of its own, which tells its bytes, in the place of the one before.
+    The name of a redacted shard is its predecessor's base key plus the start of its own SHA-256.
     """
     before: dict[str, Mapping[str, Any]] = {}
     for one in replaced:
@@ -131,7 +131,7 @@ def _check_replaced(
 
 
 def _checked_keys(entries: Sequence[Mapping[str, Any]], what: str) -> set[str]:
-    """Return the keys of shards, each of which is there once, with a size and a hash."""
+    """Return the keys of shards; check keys, sizes and hashes, and that no key occurs twice."""
     keys: set[str] = set()
     for one in entries:
         key, size, sha256 = one["key"], one["size"], one["sha256"]
@@ -150,7 +150,7 @@ def _checked_keys(entries: Sequence[Mapping[str, Any]], what: str) -> set[str]:
 
 
 def _entries(about: Mapping[str, Any], field: str, last: str) -> list[dict[str, Any]]:
-    """Return a list of shards: key, size, sha256 and one more field each."""
+    """Return a list of shards, each with key, size, sha256 and one more field."""
     _expect(about, list, field)
     fields = {"key", "size", "sha256", last}
     for one in about[field]:

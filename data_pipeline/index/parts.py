@@ -1,8 +1,8 @@
-"""An index that is larger than memory, a part of its samples at a time.
+"""Reads an index that is larger than memory, some samples at a time.
 
-`manifest.read_index` holds all of a source, several hundred bytes a sample. Here the file is copied
-to local disk and read in order, twice: column by column for the content hash, then part by part,
-each a `SourceIndex` of its samples.
+`manifest.read_index` holds the whole source in memory, at several hundred bytes per sample. This
+module copies the file to local disk and reads it in order, twice: column by column for the content
+hash, then part by part, each a `SourceIndex` of its samples.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ from data_pipeline.index.manifest import (
 from data_pipeline.store.open import Store
 
 PART_SAMPLES = 1 << 17
-_COPY_BYTES = 16 << 20  # asked of the store at once
+_COPY_BYTES = 16 << 20  # per request to the store
 _CHECKSUMS = ("json_crc", "item_crc")
 
 
@@ -44,16 +44,16 @@ def index_parts(
 ) -> Iterator[SourceIndex]:
     """Yield the samples of a source in order, `samples` at a time.
 
-    All that `read_index` compares with the manifest is compared before the first part.
+    Hashes are compared with the manifest before the first part, counts after the last.
 
     Args:
-        store: where it lies.
-        name: of the source.
-        scratch: file that holds a copy of the index, for the caller to remove.
-        samples: of a part, at most.
+        store: root that holds the source.
+        name: name of the source.
+        scratch: path for a copy of the index file; the caller removes it.
+        samples: maximum samples per part.
 
     Raises:
-        MissingKey, IndexMismatch, ValueError: as `read_index`.
+        MissingKey, IndexMismatch, ValueError: as for `read_index`.
     """
     where, manifest = f"{store.uri}/{name}", read_manifest(store, name)
     sha256 = _copy(store, index_key(name), scratch)
@@ -82,9 +82,9 @@ def part_of(rows: pa.Table, manifest: Mapping[str, Any], sha256: str, first: int
     """Return the index of some samples of a source.
 
     Args:
-        rows: of index.parquet.
-        manifest, sha256: as of `index_of`.
-        first: number of the first of them in the source.
+        rows: consecutive rows of index.parquet.
+        manifest, sha256: as for `index_of`.
+        first: number of the first row's sample in the source.
     """
     if (redacted := manifest.get("redacted")) is not None:
         inside = range(first, first + rows.num_rows)
@@ -94,17 +94,17 @@ def part_of(rows: pa.Table, manifest: Mapping[str, Any], sha256: str, first: int
 
 
 def content_hash(file: pq.ParquetFile, manifest: Mapping[str, Any]) -> str:
-    """Return what `SourceIndex.content_hash` is of all rows, holding a part of a column.
+    """Return `SourceIndex.content_hash` of all rows; only part of a column is in memory.
 
     Args:
         file: index.parquet.
-        manifest: category, tokenizer, shards and redacted samples of the source.
+        manifest: manifest of the source.
     """
     shards = [ShardInfo(**shard) for shard in manifest["shards"]]
     digest = content_digest(manifest["category"], manifest["tokenizer"]["sha256"], shards)
 
     def parts(name: str) -> Iterator[pa.Array]:
-        if name in _CHECKSUMS and "redacted" in manifest:  # the file has those from before
+        if name in _CHECKSUMS and "redacted" in manifest:  # the file has the original checksums
             for part in _parts(file, manifest, "", PART_SAMPLES):
                 yield pa.array(getattr(part, name))
             return
@@ -135,7 +135,7 @@ def content_hash(file: pq.ParquetFile, manifest: Mapping[str, Any]) -> str:
 
 
 def _copy(store: Store, key: str, path: Path) -> str:
-    """Copy an object into a file; returns its SHA-256 (hex)."""
+    """Copy an object to a file; return its SHA-256 (hex)."""
     info, digest = store.head(key), hashlib.sha256()
     with path.open("wb") as file:
         for offset in range(0, info.size, _COPY_BYTES):

@@ -1,13 +1,13 @@
-"""The one door to the bytes of samples: what comes through it has the CRC-32 of the index.
+"""Reads the bytes of samples and checks them against the CRC-32s of the index.
 
-Bytes with another checksum are read again, past any cache: they may have changed on the way. What
-stays wrong is raised by `read_checked`, and listed by `read_parts` for who can go on without it.
-Only `data verify` and `SampleStream` read in their own ways and compare for themselves; the stream
-reads what differs again through here.
+Bytes with a wrong checksum may have been damaged in transit and are read again, bypassing any
+cache. If they stay wrong, `read_checked` raises an error, and `read_parts` lists them for callers
+that can continue without them. All sample reads use this module except `data verify` and
+`SampleStream`, which compare checksums themselves; the stream repeats its mismatched reads here.
 
-A redaction replaces shards by others in which no other sample moves (`index.redacted`), also under
-a process that still has the former index. Who reads for long follows such shards to the present
-ones (`moved`): all samples but the redacted ones are read on, with the same checksums.
+A redaction replaces shards while running processes may still have the old index. No other sample
+moves in the new shards (`index.redacted`), so a long-running reader can follow the replacements
+(`moved`) and keep reading all other samples with the same checksums.
 """
 
 import logging
@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from isal.isal_zlib import crc32  # zlib's numbers in a fraction of its time
+from isal.isal_zlib import crc32  # same values as zlib, several times as fast
 
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.index.manifest import IndexMismatch, expect, read_manifest
@@ -30,30 +30,30 @@ from data_pipeline.store.open import MissingKey, Span, Store, StoreUnavailable, 
 
 log = logging.getLogger("data_pipeline.index.reads")
 
-# Reads of bytes with a wrong checksum, the first included.
+# Maximum reads of bytes with a wrong checksum, including the first.
 READS = 3
 
 
 class ShardReplaced(StoreUnavailable):
-    """A redaction has replaced a shard since its index was read; a new start reads the new one."""
+    """A redaction replaced a shard after its index was read; a restart reads the new index."""
 
 
 class Located(Protocol):
-    """What can be read: where it lies, its CRC-32, and what a message calls it."""
+    """A readable byte range with its CRC-32 and its name in messages."""
 
     @property
     def span(self) -> Span:
-        """Where it lies."""
+        """Byte range in the store."""
         ...
 
     @property
     def crc(self) -> int:
-        """CRC-32 of its bytes, by the index."""
+        """CRC-32 of the bytes, from the index."""
         ...
 
     @property
     def name(self) -> str:
-        """Source, sample, file and shard."""
+        """Source, sample, file and shard, for messages."""
         ...
 
 
@@ -66,7 +66,7 @@ class Part(NamedTuple):
 
 
 def document_of(index: SourceIndex, sample: int) -> Part:
-    """The JSON document of a sample."""
+    """Return the part that holds the JSON document of a sample."""
     shard = index.shards[index.shard[sample]].key
     span = Span(shard, int(index.json_offset[sample]), int(index.json_length[sample]))
     name = f"source {index.name!r}, sample {index.key_of(sample)!r} in {shard!r}"
@@ -74,7 +74,10 @@ def document_of(index: SourceIndex, sample: int) -> Part:
 
 
 def medium_of(index: SourceIndex, item: int) -> Part:
-    """The media file of an item (line of the index); chunks of one video give equal parts."""
+    """Return the media file of an item; chunks of one video give equal parts.
+
+    `item` is a row of the index's item columns.
+    """
     sample = int(np.searchsorted(index.item_ptr, item, side="right")) - 1
     shard = index.shards[index.shard[sample]].key
     span = Span(shard, int(index.item_offset[item]), int(index.item_length[item]))
@@ -87,12 +90,12 @@ def medium_of(index: SourceIndex, item: int) -> Part:
 
 @dataclass(frozen=True)
 class Reading:
-    """What was read.
+    """The result of `read_parts`.
 
     Attributes:
         data: the bytes of each span.
-        damaged: (span, CRC-32 of the index) of what stayed wrong, and how.
-        reread: reads that were repeated for a wrong checksum.
+        damaged: (span, CRC-32 of the index) of parts that stayed wrong -> description.
+        reread: number of reads repeated because of a wrong checksum.
     """
 
     data: dict[Span, bytes]
@@ -100,7 +103,7 @@ class Reading:
     reread: int
 
     def damage(self, part: Located) -> str | None:
-        """What is wrong with a part, by its name; None if nothing is."""
+        """Return the damage of a part, with its name; None if it is intact."""
         wrong = self.damaged.get((part.span, part.crc))
         return wrong and f"{part.name}: {wrong}"
 
@@ -113,17 +116,17 @@ def read_parts(
     *,
     moved: MutableMapping[str, str] | None = None,
 ) -> Reading:
-    """Read many parts with few requests, each once; those that stay damaged are listed.
+    """Read many parts with few requests; list the parts that stay damaged.
 
     Args:
-        store: where the shards lie.
-        parts: in any order, also several times the same.
-        threads, max_gap: as of `get_many`.
-        moved: replaced shards that the caller has met, with those in their places; more are added.
-            What was redacted in them counts as damaged. None: a shard that is gone is an error.
+        store: root that holds the shards.
+        parts: in any order; repeated parts are read once.
+        threads, max_gap: as for `get_many`.
+        moved: replaced shard -> present shard, as known to the caller; new replacements are added.
+            Redacted samples in them count as damaged. With None, a missing shard is an error.
 
     Raises:
-        StoreError: naming the key.
+        StoreError: the message names the key.
     """
     spans = list(dict.fromkeys(part.span for part in parts))
     bodies = _bodies(store, spans, threads, max_gap, moved)
@@ -144,7 +147,7 @@ def read_parts(
                 break
             forget = getattr(store, "forget", None)
             now = _now(span, moved)
-            if forget is not None:  # or a cache would answer with the same bytes
+            if forget is not None:  # otherwise a cache would return the same bytes
                 forget(*now)
             data[span] = store.get(*now)
             again += 1
@@ -162,8 +165,8 @@ def _bodies(
     max_gap: int,
     moved: MutableMapping[str, str] | None,
 ) -> list[bytes]:
-    """Read spans, from the present shards where those that were named have been replaced."""
-    # A cache answers many reads at once better than one by one.
+    """Read spans, from the present shards if the named shards were replaced."""
+    # A cache serves one batch better than single reads.
     together = getattr(store, "get_many", None) or partial(get_many, store)
     while True:
         try:
@@ -181,10 +184,10 @@ def _bodies(
 
 
 def moved_shards(store: Store, keys: Iterable[str]) -> dict[str, str]:
-    """Map the shards that redactions have replaced to the shards that replace them now.
+    """Return a map from replaced shards to the shards that replace them now.
 
-    The manifest in a shard's folder names its replacement. If that source was collected and others
-    share its shards, their manifests name it.
+    The manifest in a shard's folder names its replacement. If that source was collected but other
+    sources share its shards, their manifests name it.
     """
     wanted = set(keys)
     folders = sorted({folder_of(key) for key in wanted})
@@ -196,7 +199,7 @@ def moved_shards(store: Store, keys: Iterable[str]) -> dict[str, str]:
 
 
 def _replaced(store: Store, names: Sequence[str]) -> dict[str, str]:
-    """Return what the manifests of sources say of replaced shards; of one that is torn, nothing."""
+    """Return the replaced shards listed in manifests; skip missing or damaged manifests."""
     found: dict[str, str] = {}
     for name in names:
         with suppress(MissingKey, IndexMismatch, KeyError, TypeError):
@@ -209,7 +212,7 @@ def _follow(keys: Iterable[str], replaced: dict[str, str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for key in keys:
         now, seen = key, set[str]()
-        while now in replaced and now not in seen:  # a hostile manifest may go in circles
+        while now in replaced and now not in seen:  # a hostile manifest may contain a cycle
             seen.add(now)
             now = replaced[now]
         if now != key and now not in replaced:
@@ -220,11 +223,11 @@ def _follow(keys: Iterable[str], replaced: dict[str, str]) -> dict[str, str]:
 def read_checked(
     store: Store, parts: Sequence[Located], threads: int = 8, max_gap: int = MAX_GAP
 ) -> list[bytes]:
-    """Read many parts, as `read_parts` does; one `bytes` per part, in their order.
+    """Read many parts as `read_parts` does; return one `bytes` per part, in order.
 
     Raises:
-        IndexMismatch: the bytes of a part stay wrong; names source, sample and shard.
-        StoreError: naming the key.
+        IndexMismatch: the bytes of a part stay wrong; the message names source, sample and shard.
+        StoreError: the message names the key.
     """
     reading = read_parts(store, parts, threads, max_gap)
     for part in parts:
@@ -239,10 +242,10 @@ def read_checked(
 def read_samples(
     store: Store, index: SourceIndex, samples: Sequence[int], threads: int = 8
 ) -> list[dict[str, Any]]:
-    """The JSON documents of some samples.
+    """Read the JSON documents of some samples.
 
     Raises:
-        IndexMismatch: as `read_checked`.
+        IndexMismatch: as for `read_checked`.
     """
     parts = [document_of(index, sample) for sample in samples]
     where = f"{store.uri}/{index.name}: a sample's document"
@@ -252,18 +255,18 @@ def read_samples(
 def check_shards(
     store: Store, index: SourceIndex, every: int = 1, first: int = 0, threads: int = 8
 ) -> int:
-    """Compare shards with the index: their size, and one whole sample's CRCs.
+    """Compare shards with the index: their size, and the CRC-32s of one sample in each.
 
     Args:
-        every, first: check shards first, first + every, ...; ranks that share a source pass their
-            number and rank and divide the work.
+        every, first: check shards first, first + every, ...; ranks that share a source pass the
+            number of ranks and their own rank to divide the work.
 
     Returns:
         The number of shards checked.
 
     Raises:
-        MissingKey: a shard is gone. ShardReplaced: by a redaction, since the index was read.
-        IndexMismatch: naming the shard, the value and the expected one.
+        MissingKey: a shard is missing. ShardReplaced: a redaction replaced it after the index was
+            read. IndexMismatch: a value differs; the message names shard, value and expected value.
     """
     chosen = list(range(first, len(index.shards), every))
     parts: list[Part] = []
@@ -286,10 +289,10 @@ def check_shards(
 
 @contextmanager
 def replaced_shards_named(store: Store, index: SourceIndex, keys: Iterable[str]) -> Iterator[None]:
-    """Have a shard that is gone tell so where a redaction replaced it: a new start finds another.
+    """Turn a MissingKey into ShardReplaced if a redaction replaced the shard.
 
     Raises:
-        ShardReplaced: in place of a MissingKey.
+        ShardReplaced: a restart finds the new shard.
     """
     try:
         yield

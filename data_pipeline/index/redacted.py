@@ -1,10 +1,10 @@
-"""Redacted samples: what lies in a shard in their place, and what an index says of them.
+"""Redacted samples: their replacement bytes in a shard and their entries in the index.
 
-The bytes of their documents and media are overwritten by others of the same length, so that a shard
-keeps its length and no other sample moves. The document becomes an empty one, which readers of tar
-files take as it is; media become zeros. Key, sizes and token counts stay in the index: steps that
-were planned with them are planned the same again. `index.parquet` itself stays as it is; the
-manifest names the samples, and their checksums are put in when it is read.
+Documents and media are overwritten in place with the same number of bytes, so that the shard keeps
+its length and no other sample moves. The document becomes an empty document, which tar readers
+accept; media become zeros. Key, sizes and token counts stay in the index, so that past steps are
+planned the same again. `index.parquet` does not change; the manifest lists the redacted samples,
+and reading the index replaces their checksums.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,25 +12,25 @@ from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
-from isal.isal_zlib import crc32  # zlib's numbers in a fraction of its time
+from isal.isal_zlib import crc32  # same values as zlib, several times as fast
 
 from data_pipeline.index.columns import SourceIndex
 
-_DOCUMENT = b'{"meta":{},"segments":[]}'  # as short as that of any sample
+_DOCUMENT = b'{"meta":{},"segments":[]}'  # no document of a sample is shorter
 
 
 def erased_document(length: int) -> bytes:
-    """Return what stands in the place of a document of so many bytes."""
+    """Return the replacement of a document of `length` bytes."""
     return _DOCUMENT.ljust(length) if length >= len(_DOCUMENT) else bytes(length)
 
 
 def is_erased(data: bytes) -> bool:
-    """Return whether this is what stands in the place of a document or medium."""
+    """Return whether the bytes are the replacement of a document or media file."""
     return data == erased_document(len(data)) or not any(data)
 
 
 def erased(index: SourceIndex, sample: int) -> Iterator[tuple[int, bytes]]:
-    """Yield (offset in the shard, bytes to be there) of a redacted sample: document, then media."""
+    """Yield (offset in the shard, new bytes) of a redacted sample: document, then media."""
     yield int(index.json_offset[sample]), erased_document(int(index.json_length[sample]))
     first, end = index.item_ptr[sample : sample + 2].tolist()
     spans = zip(index.item_offset[first:end].tolist(), index.item_length[first:end].tolist())
@@ -39,15 +39,15 @@ def erased(index: SourceIndex, sample: int) -> Iterator[tuple[int, bytes]]:
 
 
 def with_redacted(index: SourceIndex, samples: Sequence[int], made_as: str) -> SourceIndex:
-    """Return an index whose samples are redacted as named.
+    """Return an index that marks samples as redacted, with the checksums of their new bytes.
 
     Args:
-        index: as its shards are now, checksums of redacted samples apart.
-        samples: in the order in which they were redacted.
+        index: index of the present shards, with the original checksums of redacted samples.
+        samples: redacted samples, in the order of their redaction.
         made_as: see `SourceIndex`.
 
     Raises:
-        ValueError: the source does not have such samples, or they do not lie in their shards.
+        ValueError: the source has no such samples, or they reach beyond their shards.
     """
     numbers = [int(sample) for sample in samples]
     if len(set(numbers)) != len(numbers) or not all(0 <= n < index.num_samples for n in numbers):
@@ -67,7 +67,7 @@ def with_redacted(index: SourceIndex, samples: Sequence[int], made_as: str) -> S
 
 
 def _refuse_outside(index: SourceIndex, samples: Sequence[int]) -> None:
-    """Refuse samples that do not lie in their shards: bytes of others would be overwritten."""
+    """Refuse samples that reach beyond their shards; redaction would overwrite other bytes."""
     for sample in samples:
         size = index.shards[index.shard[sample]].size
         first, end = index.item_ptr[sample : sample + 2].tolist()

@@ -1,9 +1,9 @@
-"""Shards: plain tar files that webdataset, tar and Python's tarfile read.
+"""Shards: plain tar files that webdataset, tar and Python's tarfile can read.
 
 A sample is `KEY.json` followed by its media `KEY.0.png`, `KEY.1.mp4`, ... The JSON is
-{"meta": {...}, "segments": [...]}; docs/data_format.md says what a segment may be.
+{"meta": {...}, "segments": [...]}; docs/data_format.md describes the segments.
 
-Headers carry no time, owner or mode of the machine, so equal samples give equal bytes.
+Headers contain no time, owner or machine-dependent mode, so equal samples give equal bytes.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from isal.isal_zlib import crc32  # zlib's numbers in a fraction of its time
+from isal.isal_zlib import crc32  # same values as zlib, several times as fast
 
 _BLOCK = 512
 _END = bytes(2 * _BLOCK)
@@ -26,7 +26,7 @@ MAX_KEY = 80
 
 @dataclass(frozen=True)
 class Member:
-    """One file in a shard: its bytes start at `offset` and have CRC-32 `crc`."""
+    """A file in a shard; its bytes start at `offset` and have CRC-32 `crc`."""
 
     offset: int
     length: int
@@ -58,11 +58,11 @@ def check_source_name(name: str) -> None:
 
 
 def sample_json(segments: Sequence[dict[str, Any]], meta: dict[str, Any]) -> bytes:
-    """The JSON document of a sample, the same bytes whatever the order of its keys.
+    """Return the JSON document of a sample; the bytes do not depend on the order of its keys.
 
     Raises:
-        ValueError: `meta` is not JSON (NaN included), or a text holds half a surrogate pair.
-        TypeError: `meta` holds values that JSON has no form for.
+        ValueError: `meta` is not JSON (NaN included), or a text has a lone surrogate.
+        TypeError: `meta` has values that JSON cannot represent.
     """
     document = {"meta": meta, "segments": list(segments)}
     text = json.dumps(
@@ -73,14 +73,14 @@ def sample_json(segments: Sequence[dict[str, Any]], meta: dict[str, Any]) -> byt
 
 @dataclass(frozen=True)
 class Framed:
-    """The tar blocks of one sample; offsets of its members count from the first of their bytes."""
+    """The tar blocks of one sample; member offsets are relative to the start of `data`."""
 
     data: bytes
     members: tuple[Member, ...]
 
 
 def frame(key: str, document: bytes, media: Sequence[tuple[str, bytes]]) -> Framed:
-    """Lay a sample out as it stands in a shard, wherever that will be.
+    """Build the tar blocks of a sample, independent of its position in a shard.
 
     Args:
         key: see `check_sample_key`.
@@ -88,7 +88,7 @@ def frame(key: str, document: bytes, media: Sequence[tuple[str, bytes]]) -> Fram
         media: (file name as in the document, such as "0.png"; bytes) in order.
 
     Returns:
-        Blocks, with the member of the document first, then one per medium.
+        The blocks, and their members: first the document, then one per media file.
     """
     blocks: list[bytes] = []
     members: list[Member] = []
@@ -103,7 +103,7 @@ def frame(key: str, document: bytes, media: Sequence[tuple[str, bytes]]) -> Fram
 
 
 class ShardBuilder:
-    """Collects samples in memory and hands out one tar file."""
+    """Collects samples in memory and builds one tar file."""
 
     def __init__(self) -> None:
         self._blocks: list[bytes] = []
@@ -111,13 +111,13 @@ class ShardBuilder:
         self.samples = 0
 
     def add(self, key: str, document: bytes, media: Sequence[tuple[str, bytes]]) -> list[Member]:
-        """Append a sample, arguments as of `frame`; returns its members, placed in the shard."""
+        """Append a sample (arguments as for `frame`); return its members with shard offsets."""
         framed = frame(key, document, media)
         start = self.append(framed.data)
         return [Member(start + m.offset, m.length, m.crc) for m in framed.members]
 
     def append(self, blocks: bytes) -> int:
-        """Append the blocks of a sample; returns where in the shard they begin."""
+        """Append the blocks of a sample; return their offset in the shard."""
         start = self.size - len(_END)
         self._blocks.append(blocks)
         self.size += len(blocks)
@@ -125,7 +125,7 @@ class ShardBuilder:
         return start
 
     def finish(self) -> Shard:
-        """The tar file of all samples so far; the builder is empty afterwards."""
+        """Return the tar file of all samples so far and empty the builder."""
         data = b"".join((*self._blocks, _END))
         shard = Shard(data, hashlib.sha256(data).hexdigest(), self.samples)
         self._blocks, self.size, self.samples = [], len(_END), 0

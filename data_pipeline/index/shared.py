@@ -1,8 +1,8 @@
-"""One copy of an index in the memory of a node: whoever comes first reads it, all map it.
+"""Shares one copy of an index per node: the first process loads it, the others map it.
 
-The columns lie as files in a folder of the node (`data_pipeline.cache.node`), which is gone with
-the last process that uses it: a later start never sees what a crash left there. Who wrote them has
-checked them against the manifest; they are renamed into place when they are whole.
+The columns are files in a node-local folder (`data_pipeline.cache.node`) that is removed with the
+last process that uses it, so a later start never sees the leftovers of a crash. The writer checks
+the columns against the manifest and renames them into place once they are complete.
 """
 
 import errno
@@ -25,9 +25,9 @@ from data_pipeline.store.open import Store
 
 log = logging.getLogger(__name__)
 
-WAIT_S = 3600.0  # for the process that reads: a large index takes minutes
+WAIT_S = 3600.0  # for the process that loads the index, which can take minutes
 _KEYS = ("key_ptr", "key_bytes")
-_FULL = "full"  # a mark: there is no room for the columns here
+_FULL = "full"  # marker file: this folder has no room for the columns
 
 
 def read_shared_index(
@@ -35,11 +35,12 @@ def read_shared_index(
 ) -> SourceIndex:
     """Read a source as `index.manifest.read_index` does, once for all processes of the node.
 
-    Where no folder of `parents` has room for its columns each process has its own, and is told so.
+    If no folder of `parents` has room for the columns, each process loads its own copy and logs a
+    warning.
 
     Raises:
-        MissingKey, IndexMismatch, ValueError: as `read_index`.
-        CacheTimeout: another process has not been through with it for an hour.
+        MissingKey, IndexMismatch, ValueError: as for `read_index`.
+        CacheTimeout: another process has held the lock for an hour.
     """
     manifest = read_manifest(store, name)
     own: SourceIndex | None = None
@@ -47,7 +48,7 @@ def read_shared_index(
         try:
             node = NodeFolder(parent, f"index-{manifest['content_hash']}", WAIT_S)
         except OSError:
-            continue  # not writable: the next one, or the warning below
+            continue  # not writable; try the next folder
         columns, full = node.path / "columns", node.path / _FULL
         with locked_file(node.path / "lock", WAIT_S):
             if not columns.exists() and not full.exists():
@@ -55,7 +56,7 @@ def read_shared_index(
                 if not _written(own, columns):
                     full.touch()
         if columns.exists():
-            if own is not None:  # Arrow would keep the memory that reading took
+            if own is not None:  # otherwise Arrow keeps the memory used for reading
                 own = None
                 pa.default_memory_pool().release_unused()
             found = _mapped(columns, manifest)
@@ -70,9 +71,9 @@ def read_shared_index(
 
 
 def _written(index: SourceIndex, columns: Path) -> bool:
-    """Write the columns of an index, and move them into place; False: there is no room."""
+    """Write the columns of an index and move them into place; return False if the disk is full."""
     part = columns.with_name("part")
-    shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(part, ignore_errors=True)  # left by a killed process
     part.mkdir()
     keys = pa.array(index.key, pa.string()).cast(pa.large_string())
     _, ptr, text = keys.buffers()
@@ -93,7 +94,7 @@ def _written(index: SourceIndex, columns: Path) -> bool:
 
 
 def _mapped(columns: Path, manifest: Mapping[str, Any]) -> SourceIndex:
-    """Map what `_written` wrote: of the content that the folder is named after."""
+    """Map the columns that `_written` wrote; the folder name is their content hash."""
     redacted = manifest.get("redacted") or {}
     arrays: dict[str, Any] = {name: _array(columns / f"{name}.npy") for name in (*HASHED, *_KEYS)}
     ptr, text = (arrays.pop(name) for name in _KEYS)
@@ -102,11 +103,11 @@ def _mapped(columns: Path, manifest: Mapping[str, Any]) -> SourceIndex:
         **attributes_of(manifest),
         key=pa.Array.from_buffers(pa.large_string(), manifest["samples"], buffers),
         index_sha256=manifest["index_sha256"],
-        redacted=tuple(redacted.get("samples", ())),  # their checksums are in the columns
+        redacted=tuple(redacted.get("samples", ())),  # the columns already have their new checksums
         made_as=redacted.get("made_as", ""),
         **arrays,
     )
-    # Computed by who wrote them, and compared: it takes every page.
+    # The writer computed and compared the hash; computing it again would read every page.
     vars(found)["content_hash"] = manifest["content_hash"]
     return found
 

@@ -1,1 +1,1 @@
-"""Crude data to sources."""
+"""Ingest: converts raw data into sources."""

@@ -1,8 +1,8 @@
-"""More samples of a kind: a new source that holds an old one's shards by reference, and new ones.
+"""Appends samples: builds a new source that references the old shards and adds new shards.
 
-A source that is finished never changes, because runs may be reading it. So growth is a source of
-its own, a version after the old one: its index has the old samples first, exactly as they were,
-then the new. No byte of the old shards is read or copied.
+A finished source never changes, because runs may be reading it. Appending therefore creates a new
+source, the next version: its index has the old samples first, unchanged, then the new samples. The
+old shards are neither read nor copied.
 """
 
 from typing import Any
@@ -15,10 +15,10 @@ from data_pipeline.text import Tokenizer
 
 
 def check_appendable(old: SourceIndex, category: str, tokenizer: Tokenizer) -> None:
-    """Refuse to put samples of another kind behind a source, or samples counted otherwise.
+    """Refuse to append samples of another category or tokenizer.
 
     Raises:
-        ValueError: names both categories or tokenizers.
+        ValueError: the message names both categories or tokenizers.
     """
     for what, found, expected in (
         ("category", category, old.category),
@@ -32,11 +32,12 @@ def check_appendable(old: SourceIndex, category: str, tokenizer: Tokenizer) -> N
 
 
 def appended(old: SourceIndex, new: SourceIndex) -> SourceIndex:
-    """Return the index of the samples of one source, and after them those of another.
+    """Return an index with the samples of `old`, followed by those of `new`.
 
     Args:
-        old: its shards stay where they are.
-        new: gives the name. Neither keys nor shards may be in both.
+        old: index of the old source, whose shards are referenced.
+        new: index of the added samples, with the new source's name. The two must not share keys or
+            shards.
     """
     columns: dict[str, Any] = {
         name: np.concatenate([getattr(old, name), getattr(new, name)])

@@ -1,4 +1,4 @@
-"""Where the bytes of raw inputs are read from: a local file, a store, or a tar in either."""
+"""Byte ranges of raw inputs: in a local file, an object in a store, or a tar in either."""
 
 import errno
 import gzip
@@ -22,32 +22,32 @@ from data_pipeline.store.open import (
     open_store,
 )
 
-# Errors caused by the path in the input; all others are the machine's or, as the right to read, the
-# user's: they reject no sample.
+# Errors caused by the path in the input, which reject the sample. All other errors come from the
+# machine or from missing permissions; they end the ingest.
 INPUT_ERRNOS = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP),
     *(errno.ENAMETOOLONG, errno.EINVAL, errno.ENXIO, errno.ENODEV, errno.EOVERFLOW),
 }
-# Objects are streamed in requests of this size, with the next one prefetched.
+# Objects are streamed in requests of this size, and the next block is prefetched.
 _BLOCK = 8 << 20
-# Most bytes of one sample held in memory, where its files cannot be read again later: a compressed
-# tar of a few megabytes may expand to any number of zeros.
+# Maximum bytes of one sample held in memory if its files cannot be read again later: a compressed
+# tar of a few megabytes may expand to any size.
 MAX_LOADED = 1 << 30
 
 
 def in_store(where: str) -> bool:
-    """Whether `where` is the URI of an object, and not a path."""
+    """Return whether `where` is the URI of an object, not a path."""
     return "://" in where and not where.startswith("file://")
 
 
 def points_outside(path: str, folder: str) -> bool:
-    """Whether a local path, all links followed, is outside of `folder` and exists."""
+    """Return whether a local path, after resolving links, exists outside `folder`."""
     real, root = os.path.realpath(path), os.path.realpath(folder)
     return os.path.commonpath([real, root]) != root and os.path.exists(real)
 
 
 def open_regular(path: str) -> io.BufferedReader:
-    """Open a file for reading; a pipe or a device, which may never answer, is an OSError."""
+    """Open a file for reading; raise OSError for a pipe or device, which may block forever."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -64,7 +64,7 @@ def _store(root: str) -> Store:
 
 
 def store_of(uri: str) -> tuple[Store, str]:
-    """The store of a bucket, opened once per process, and the key inside it."""
+    """Return the store of a bucket, opened once per process, and the key inside it."""
     root, key = _parted(uri)
     return _store(root), key
 
@@ -78,9 +78,9 @@ def _parted(uri: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class ByteSource:
-    """Bytes of a path or URI to be read later, by any process; length None: to the end.
+    """A byte range of a path or URI, to be read later by any process; to the end if length is None.
 
-    `data` holds the bytes themselves, where they had to be read already.
+    `data` holds the bytes if they had to be read already.
     """
 
     where: str
@@ -90,7 +90,7 @@ class ByteSource:
 
     @property
     def size(self) -> int:
-        """Bytes; an estimate where the exact size would take a request."""
+        """Number of bytes; an estimate if the exact size would take a request."""
         if self.data is not None:
             return len(self.data)
         return 1 << 18 if self.length is None else self.length
@@ -98,12 +98,12 @@ class ByteSource:
     def read(self, most: int) -> bytes:
         """Read the bytes.
 
-        A sample is refused only for what it says itself: a name of nothing, or of too much. What
-        the store, its rights or the machine are the reason of ends the ingest.
+        A sample is refused only for its own error: it names a missing or too large file. Errors of
+        the store, of permissions or of the machine end the ingest.
 
         Raises:
             Refused: there is no such file or object, or it has more than `most` bytes.
-            StoreError, OSError: it cannot be read; of no sample's bytes.
+            StoreError, OSError: it cannot be read, for a reason outside the sample.
         """
         known = self.length if self.data is None else len(self.data)
         if known is not None and known > most:
@@ -123,16 +123,16 @@ class ByteSource:
             if error.errno not in INPUT_ERRNOS:
                 raise
             raise Refused("missing file", f"{self.where}: {error.strerror}") from None
-        except ValueError as error:  # no possible path or URI
+        except ValueError as error:  # not a valid path
             raise Refused("missing file", f"{self.where!r}: {error}") from None
 
     def _from_store(self, most: int) -> bytes:
-        """Read an object; a HEAD tells its size first."""
+        """Read an object; a HEAD request gets the size first if it is unknown."""
         try:
             root, key = _parted(self.where)
             split_place("a file", root)
             check_key(key)
-        except ValueError as error:  # no possible URI
+        except ValueError as error:  # not a valid URI
             raise Refused("missing file", f"{self.where!r}: {error}") from None
         store, key = store_of(self.where)
         try:
@@ -151,7 +151,7 @@ class ByteSource:
 
 @dataclass(frozen=True)
 class RefusedSource(ByteSource):
-    """A member of a tar that is not read: one that is too large to be unpacked, or a link."""
+    """A tar member that is not read: a link, or a member too large to be unpacked."""
 
     reason: str = ""
     detail: str = ""
@@ -174,7 +174,7 @@ def open_input(where: str) -> Iterator[OpenedInput]:
     """Open a path or an object for reading; ".gz" and ".tgz" are decompressed.
 
     Raises:
-        FileNotFoundError, MissingKey: as named.
+        FileNotFoundError, MissingKey: the path or object does not exist.
     """
     with io.BufferedReader(_ObjectFile(where)) if in_store(where) else open_regular(where) as file:
         if isinstance(file.raw, _ObjectFile):
@@ -190,7 +190,7 @@ def open_input(where: str) -> Iterator[OpenedInput]:
 
 
 class _ObjectFile(io.RawIOBase):
-    """An object as a file; every read is of the same version."""
+    """An object as a file; all reads are of the same version."""
 
     def __init__(self, uri: str) -> None:
         self._store, self._key = store_of(uri)

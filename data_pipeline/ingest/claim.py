@@ -1,12 +1,12 @@
-"""One writer of a source at a time, on whatever machines they are.
+"""Lock that admits one writer per source, across machines.
 
-`NAME/.ingest/lock` says who is writing the source. It is created exclusively, written again every
-BEAT_S, and goes when the writer ends in any order. One that was killed leaves it behind: on the
-same machine a later writer sees that the process is gone; from another machine it watches for
-SILENT_S whether the lock still changes, and then takes the name over. No clocks are compared. A
-writer that lost its claim meanwhile (stopped, or cut off from the store) sees it before its next
-object. One that was stopped while it renewed the lock may have written over its successor's: it
-gives up, and so does the successor, to whom the lock is another's.
+`NAME/.ingest/lock` names the writer. It is created exclusively, renewed every BEAT_S, and removed
+when the writer exits normally or with an error. A killed writer leaves the lock. On the same
+machine, the next writer sees that the process is gone; on another machine, it takes the name over
+if the lock does not change for SILENT_S. No clocks are compared. A writer that has lost its claim
+(suspended, or cut off from the store) notices before it writes its next object. A writer that was
+suspended while it renewed the lock may have overwritten its successor's lock: it gives up, and so
+does the successor, because the lock is no longer its own.
 """
 
 import json
@@ -32,25 +32,27 @@ from data_pipeline.store.open import (
 
 BEAT_S = 15.0
 SILENT_S = 60.0
-# Where two writers might both believe that they have the name (a takeover, or an object store that
-# ignores If-None-Match), they see after so long who wrote last.
+# If two writers may both have written the lock (a takeover, or an object store that ignores
+# If-None-Match), each waits this long and then checks whose write was last.
 _SETTLE_S = 1.0
 
-# Ids of the claims that this process holds: of its other ones it could only not remove the lock.
+# Ids of the claims that this process holds. A lock of this process with another id is left over
+# from a claim whose removal failed.
 _HELD: set[str] = set()
 
 
 class NameTaken(ValueError):
-    """Another process is writing the source, or has taken it over; the message says which."""
+    """Another process is writing the source or has taken it over; the message names it."""
 
 
 class Claim:
-    """Holds the name of an unfinished source; a context, whose entry may raise NameTaken.
+    """Holds the name of an unfinished source; a context whose entry may raise NameTaken.
 
     Args:
-        store, name: the root, and the source that is going to be written.
-        wait: whether the entry waits, a second on an object store, until the name is surely held.
-            Who does other work meanwhile calls `settle` before it writes or removes an object.
+        store, name: the root, and the source to be written.
+        wait: True to wait on entry, one second on an object store, until the claim is certain. With
+            False, the caller can do other work meanwhile and must call `settle` before it writes or
+            removes an object.
     """
 
     def __init__(self, store: Store, name: str, *, wait: bool = True) -> None:
@@ -58,8 +60,8 @@ class Claim:
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
         self._mine = {"id": secrets.token_hex(8), **_this_process(), "since": since}
         self._wait, self._settling = wait, threading.Lock()
-        self._settled_at: float | None = None  # None: it is
-        self._renewing: float | None = None  # since when
+        self._settled_at: float | None = None  # None: the claim is certain
+        self._renewing: float | None = None  # start of a renewal in progress
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="ingest claim", daemon=True)
 
@@ -80,10 +82,10 @@ class Claim:
         while not self._store.put_new(self._key, self._text(0)):
             found = self._read()
             if found is None:
-                continue  # just gone
+                continue  # just removed
             holder, version = found
             if holder.get("id") == self._mine["id"]:
-                break  # written by a request whose answer was lost
+                break  # our request succeeded, but its response was lost
             if not _is_dead(holder) and self._lives(holder, version):
                 raise NameTaken(_told(self._source, holder))
             if self._version() == version:
@@ -94,10 +96,10 @@ class Claim:
             self._settled_at = time.monotonic() + _SETTLE_S
 
     def settle(self) -> None:
-        """Wait until the name is surely this process's: only once, and then at no cost.
+        """Wait until the claim is certain; later calls return at once.
 
         Raises:
-            NameTaken: it is another's.
+            NameTaken: another process holds the name.
         """
         with self._settling:
             if self._settled_at is not None:
@@ -109,17 +111,17 @@ class Claim:
         _HELD.discard(self._mine["id"])
         self._end.set()
         self._thread.join()
-        # An error on the way out must not hide the one that led here; a dead lock is taken over.
+        # An error here must not hide the original one; the next writer takes over a stale lock.
         with suppress(StoreError, OSError):
             found = self._read()
             if found and found[0].get("id") == self._mine["id"]:
                 self._store.delete(self._key)
 
     def check(self) -> None:
-        """Make sure that the name is still this process's; called before every object of a source.
+        """Check that this process still holds the name; called before every write to the source.
 
         Raises:
-            NameTaken: it is not.
+            NameTaken: it does not.
         """
         found = self._read()
         if found is None:
@@ -146,16 +148,16 @@ class Claim:
             try:
                 self._renew(number)
             except NameTaken:
-                return  # the writer finds out before its next object
+                return  # the writer notices before its next object
             except (StoreError, OSError):
-                continue  # the store is away; the writer meets it, too
+                continue  # the store is unreachable, which the writer notices too
 
     def _renew(self, number: int) -> None:
-        """Look whose the lock is, and write it again; `check` refuses for good if it took long."""
+        """Check the holder and renew the lock; after a slow renewal, `check` always fails."""
         begun = time.monotonic()
         self.check()
         if time.monotonic() - begun > SILENT_S:
-            return  # the store was away; with the next beat
+            return  # the store was unreachable; the next beat renews the lock
         self._renewing = begun
         try:
             self._store.put(self._key, self._text(number))
@@ -164,7 +166,7 @@ class Claim:
                 self._renewing = None
 
     def _read(self) -> tuple[dict[str, Any], str] | None:
-        """Who holds the name, and the version of the lock; None if nobody does."""
+        """Return the holder of the name and the version of the lock; None without a lock."""
         while True:
             try:
                 etag = self._store.head(self._key).etag
@@ -172,7 +174,7 @@ class Claim:
             except (MissingKey, MissingBucket):
                 return None
             except ObjectChanged:
-                continue  # it was written in between
+                continue  # the lock was written between the two requests
             try:
                 found = parse_json(data, self._key)
             except ValueError:
@@ -186,7 +188,10 @@ class Claim:
             return None
 
     def _lives(self, holder: dict[str, Any], version: str) -> bool:
-        """Whether a holder shows life within SILENT_S; one of this machine does, if not dead."""
+        """Return whether a holder renews the lock within SILENT_S.
+
+        A holder on this machine counts as alive, because `_is_dead` has checked its process.
+        """
         if self._mine["machine"] is not None and holder.get("machine") == self._mine["machine"]:
             return True
         end = time.monotonic() + SILENT_S
@@ -208,7 +213,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _machine() -> str | None:
-    """What tells this system, since it was booted, and its process numbers from others."""
+    """Return an id of this boot and PID namespace; None if /proc does not give it."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -217,7 +222,7 @@ def _machine() -> str | None:
 
 
 def _started(pid: int) -> str | None:
-    """When a process began, in the kernel's ticks; None if it is not there, or is a zombie."""
+    """Return the start time of a process in kernel ticks; None if it is gone or a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -226,7 +231,7 @@ def _started(pid: int) -> str | None:
 
 
 def _is_dead(holder: dict[str, Any]) -> bool:
-    """Whether a holder is a process of this machine that has ended."""
+    """Return whether a holder is a process of this machine that has ended."""
     machine, pid = _machine(), holder.get("pid")
     if machine is None or holder.get("machine") != machine or not isinstance(pid, int):
         return False

@@ -1,11 +1,11 @@
-"""Samples to a source: shards, index and manifest, so that training never has to look twice.
+"""Ingest of one source: writes shards, index and manifest from samples.
 
-Everything that planning needs is found out here, once: token counts, pixel sizes, byte ranges and
-checksums. Every medium is decoded once; what does not decode is refused here, with the reason in
-`<name>/rejected.jsonl`, and not in the middle of a run.
+Ingest computes everything that planning needs, once: token counts, pixel sizes, byte ranges and
+checksums. It decodes every media file once. A file that does not decode is rejected here, with the
+reason in `<name>/rejected.jsonl`, and so cannot fail in the middle of a run.
 
-A source becomes visible with its manifest, which is put last. An ingest that is killed is taken up
-again by calling it again: finished shards stay, and the result is the same bytes.
+The manifest is written last and makes the source visible. Calling a killed ingest again resumes
+it: finished shards stay, and the result has the same bytes.
 """
 
 import json
@@ -74,11 +74,11 @@ __all__ = [
 ]
 
 DEFAULT_SHARD_BYTES = 256 << 20
-# Samples travel to workers in batches of so many, or of so many bytes.
+# Samples are sent to workers in batches of at most this many samples, or about this many bytes.
 _BATCH, _BATCH_BYTES = 32, 4 << 20
 
 
-# Of an input whose length is not known, so many samples are looked at before their share counts.
+# If the length of the input is unknown, `max_rejected` counts it as at least this many samples.
 _FEW = 1000
 
 
@@ -101,37 +101,37 @@ def ingest(
     progress: Callable[[IngestProgress], None] | None = None,
     rejected: Callable[[Rejection], None] | None = None,
 ) -> SourceIndex:
-    """Write a source: `<name>/000000.tar` ..., and the files of docs/data_format.md beside it.
+    """Write a source: `<name>/000000.tar` ..., and the other files of docs/data_format.md.
 
-    The same samples in the same order with the same tokenizer give the same bytes, whatever the
-    number of workers, and whether or not the ingest was killed and called again. Samples written
-    and samples rejected are together those that were handed in; this is checked at the end.
+    The same samples in the same order with the same tokenizer give the same bytes, independent of
+    the number of workers and of restarts. Ingest checks at the end that every sample it read was
+    either written or rejected.
 
     Args:
-        samples: read once, in order; about three shards' bytes are in memory. A Reader with an
-            identity (all of `ingest.readers`, or `Listed`) is taken up where a killed ingest
-            left it; anything else starts again.
-        store: where to write.
-        name: name of the source, letters, digits, '_' and '-'.
-        tokenizer: counts the tokens; its name and hash go into the manifest.
-        shard_bytes: largest size of a shard (one larger sample still makes a shard of its own).
-        category: one of `data_pipeline.index.columns.CATEGORIES`; rules of augmentation go by it.
+        samples: read once, in order; about three shards' bytes are in memory. If this is a Reader
+            with an identity (all of `ingest.readers`, or `Listed`), a second call resumes a killed
+            ingest; with any other iterable it starts from the beginning.
+        store: root to write to.
+        name: name of the source: letters, digits, '_' and '-'.
+        tokenizer: counts the tokens; its name and hash are written to the manifest.
+        shard_bytes: maximum size of a shard; a sample larger than that gets its own shard.
+        category: one of `data_pipeline.index.columns.CATEGORIES`; selects the augmentation rules.
         policy: sizes above which a sample is rejected.
-        append_to: name of a source in the store, whose samples come before these in the new one;
-            its shards are named, not copied. Of its category and tokenizer.
-        max_rejected: share of samples that may be rejected. With more the ingest ends, and the same
-            call with a higher share goes on where it was.
-        workers: processes that read, decode and count; 0 does it here. What is read may not be of
-            classes that the main script defines.
+        append_to: name of a source in the store whose samples precede these in the new source. It
+            must have the same category and tokenizer. Its shards are referenced, not copied.
+        max_rejected: share of samples that may be rejected. Above it the ingest ends; the same
+            call with a higher share resumes it.
+        workers: processes that read, decode and count; 0 uses the calling process. With workers,
+            the samples must not be of classes that the main script defines.
         progress: called after every shard, and a few times a second.
-        rejected: called for every rejected sample, as it happens.
+        rejected: called for every rejected sample, immediately.
 
     Raises:
-        RuntimeError: a sample that was handed in is neither written nor rejected.
+        RuntimeError: a sample was read but neither written nor rejected.
         ValueError: bad name, category or shard size, a finished source of this name, an unfinished
             one with other arguments, a folder with shards of another source, or no sample left.
-            NameTaken: another process is writing a source of this name. TooManyRejected: says how
-            many, and why.
+            NameTaken: another process is writing a source of this name. TooManyRejected: gives the
+            numbers and the reasons.
     """
     policy = policy or IngestPolicy()
     reader = samples if isinstance(samples, Reader) else Listed(samples)
@@ -155,12 +155,12 @@ def ingest(
             request["append to"] = old.content_hash
     journal = Journal(store, name, request)
     if not journal.begun():
-        refuse_finished(store, name)  # before anything is written beside it
+        refuse_finished(store, name)  # before anything is written to its folder
     with Claim(store, name) as claim:
         if finished := _finished(store, name, journal):
             return finished
         _refuse_shards_of_others(store, name)
-        if old is not None:  # read again now that the name says so: a collection may have begun
+        if old is not None:  # check again under the claim: a collection may have begun before
             _refuse_changed(store, old)
         taken = set() if old is None else set(pa.array(old.key, pa.string()).to_pylist())
         shown = (progress, rejected, taken, read_erased(store))
@@ -191,13 +191,13 @@ def ingest(
 
 
 class _Given:
-    """Counts the samples that a reader hands in, those of a killed ingest before included."""
+    """Counts the samples that a reader yields, including those of the killed ingest it resumes."""
 
     def __init__(self, reader: Reader, writer: ShardWriter) -> None:
         self._reader, self._cursor, self._count = reader, writer.cursor, writer.num_seen
 
     def read(self) -> "Iterator[Placed]":
-        """Read on where the writer is."""
+        """Yield samples from the writer's cursor on."""
         for placed in self._reader.read(self._cursor):
             self._count += 1
             yield placed
@@ -235,10 +235,10 @@ def _refuse_shards_of_others(store: Store, name: str) -> None:
 
 
 def _refuse_changed(store: Store, old: SourceIndex) -> None:
-    """Refuse to append to a source that is no longer the one that was read.
+    """Refuse to append to a source that has changed since it was read.
 
     Raises:
-        IndexMismatch, MissingKey: it was redacted or removed meanwhile.
+        IndexMismatch, MissingKey: the source was redacted or removed meanwhile.
     """
     found = read_manifest(store, old.name)["content_hash"]
     expect(f"{store.uri}/{old.name}", "content_hash", found, old.content_hash)
@@ -277,7 +277,7 @@ def _check_request(name: str, shard_bytes: int, category: str) -> None:
 
 
 def _finished(store: Store, name: str, journal: Journal) -> SourceIndex | None:
-    """The index, if all that a killed ingest had left to do was to tidy up."""
+    """Return the index if a killed ingest had finished all but the cleanup, else None."""
     try:
         store.head(manifest_key(name))
     except (MissingKey, MissingBucket):
@@ -289,9 +289,9 @@ def _finished(store: Store, name: str, journal: Journal) -> SourceIndex | None:
     return index
 
 
-# Preparing, in other processes -------------------------------------------------------------------
+# Preparation in worker processes -----------------------------------------------------------------
 
-Placed = tuple[Any, CrudeSample | Pending]  # with its cursor
+Placed = tuple[Any, CrudeSample | Pending]  # (cursor, sample)
 
 
 def _prepared(
@@ -327,9 +327,9 @@ def _preparer(
             return _rejection(key, *refusal.args)
         except (MemoryError, OSError, ImportError, StoreError) as error:
             error.add_note(f"while preparing sample {key!r}")
-            raise  # the machine's, not the sample's
+            raise  # caused by the machine, not by the sample
         except Exception as error:
-            # Nobody foresaw it, but another sample would not have caused it.
+            # Unforeseen, but caused by this sample: the ingest continues without it.
             return _rejection(key, "failed", _described(error))
 
     return lambda batch: [(cursor, one(unit)) for cursor, unit in batch]
@@ -342,5 +342,5 @@ def _described(error: Exception) -> str:
 
 
 def _rejection(key: object, reason: str, detail: str) -> Rejection:
-    """A rejection that is short, whatever stands in the data."""
+    """Return a rejection whose key and detail are cut to a bounded length."""
     return Rejection(f"{key:.200}", reason, detail if len(detail) <= 1000 else f"{detail[:997]}...")

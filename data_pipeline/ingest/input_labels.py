@@ -1,7 +1,7 @@
-"""Names for the inputs of an ingest, each different from all others, of which keys are made.
+"""Unique names for the inputs of an ingest, from which sample keys are made.
 
-A name is the last part of the input's path, with as many of the folders above it as it takes:
-"train/metadata" and "val/metadata". So it stays the same when all inputs are moved together.
+A name is the last part of the input's path, preceded by as many parent folders as uniqueness
+needs: "train/metadata" and "val/metadata". So names do not change if all inputs move together.
 """
 
 import os
@@ -12,11 +12,11 @@ from data_pipeline.ingest.byte_sources import in_store
 
 
 def labels(inputs: Sequence[str], endings: Sequence[str]) -> list[str]:
-    """Return a name for each input that no other one has.
+    """Return a unique name for each input.
 
     Args:
         inputs: paths or URIs.
-        endings: of files; left out of a name where that keeps the names different.
+        endings: file endings, which a name omits if it stays unique.
 
     Raises:
         ValueError: an input is given twice.
@@ -42,7 +42,7 @@ def labels(inputs: Sequence[str], endings: Sequence[str]) -> list[str]:
 
 
 def _names(parts: Sequence[str], depth: int, endings: Sequence[str]) -> tuple[str, str]:
-    """The last parts of a path, without the ending of a tar or manifest and with it."""
+    """Return the last parts of a path, without and with the ending of a tar or manifest."""
     whole = "/".join(parts[-depth:])
     ending = max((e for e in endings if whole.endswith(e)), key=len, default="")
     return whole.removesuffix(ending), whole

@@ -1,8 +1,8 @@
-"""What an unfinished ingest leaves beside its shards, so that it can go on where it was killed.
+"""Journal of an unfinished ingest, from which a killed ingest resumes.
 
-`NAME/.ingest/request.json` says what was asked for, `NAME/.ingest/000012.npz` is the part of shard
-12 (`ingest.parts`), put once the shard is there. A shard without its part is done again and
-gives the same bytes. All of it goes when the source is finished.
+`NAME/.ingest/request.json` holds the arguments. `NAME/.ingest/000012.npz` is the part of shard 12
+(`ingest.parts`), written after the shard. A shard without a part is written again, with the same
+bytes. The journal is removed when the source is finished.
 """
 
 import json
@@ -20,21 +20,22 @@ _THREADS = 8
 class Journal:
     """The journal of one source.
 
-    `request` is JSON of all that decides about the bytes of the source; None keeps no journal.
+    `request` is JSON with everything that determines the bytes of the source; with None, no journal
+    is kept.
     """
 
     def __init__(self, store: Store, name: str, request: dict[str, Any] | None) -> None:
         self._store, self._folder = store, f"{name}/.ingest"
-        # As it will be read: JSON knows no tuples.
+        # Convert to what a reader of the file gets: JSON has no tuples.
         self._request = json.loads(json.dumps(request))
 
     @property
     def kept(self) -> bool:
-        """Whether a journal is kept at all."""
+        """True if a journal is kept."""
         return self._request is not None
 
     def begun(self) -> bool:
-        """Whether anything is there that an ingest left, of whatever request."""
+        """Return whether an ingest with any request has left files here."""
         for name in ("request.json", "lock"):
             with suppress(MissingKey, MissingBucket):
                 self._store.head(f"{self._folder}/{name}")
@@ -42,10 +43,11 @@ class Journal:
         return False
 
     def found(self) -> bool:
-        """Whether an ingest of the same request was begun.
+        """Return whether an unfinished ingest with the same request exists.
 
         Raises:
-            ValueError: another one was, and shards of it are done; the message says what differs.
+            ValueError: one with another request exists and has finished shards; the message names
+                the differences.
         """
         try:
             found = read_json(self._store, f"{self._folder}/request.json")
@@ -74,12 +76,12 @@ class Journal:
         )
 
     def begin(self) -> None:
-        """Write down the request."""
+        """Write the request."""
         if self.kept:
             self._store.put(f"{self._folder}/request.json", json.dumps(self._request).encode())
 
     def parts(self) -> list[Part]:
-        """The parts of the shards that are done: from the first up to one that is missing."""
+        """Return the parts of the finished shards, from the first up to the first gap."""
         names = set(self._store.list(f"{self._folder}/"))
         number = 0
         while self._name(number) in names:
@@ -90,12 +92,12 @@ class Journal:
         return parts[: whole.index(False)] if False in whole else parts
 
     def write(self, number: int, part: Part) -> None:
-        """Keep the part of shard `number`, which must have been put before."""
+        """Write the part of shard `number`; the shard itself must have been written before."""
         if self.kept:
             self._store.put(self._name(number), part.to_bytes())
 
     def remove(self) -> None:
-        """Forget everything; the request goes last, so that a removal cut short is done again."""
+        """Remove the journal, the request last, so that an interrupted removal can be repeated."""
         if not self.kept:
             return
         parts = [name for name in self._store.list(f"{self._folder}/") if name.endswith(".npz")]
@@ -113,7 +115,7 @@ class Journal:
         return Part.from_bytes(self._store.get(self._name(number)))
 
     def _is_there(self, part: Part) -> bool:
-        """Whether the shard is still as it was put; someone may have tidied up."""
+        """Return whether the shard exists with its size; a user may have deleted it."""
         try:
             return self._store.head(part.shard.key).size == part.shard.size
         except MissingKey:

@@ -1,7 +1,7 @@
-"""A function over many tasks in other processes, results in the order of the tasks.
+"""Maps a function over tasks in worker processes and yields the results in task order.
 
-Processes and not threads: much of what is done to a sample is Python, which threads would share one
-core for. No more than a few tasks are under way, so a slow reader of the results holds the work up,
+It uses processes, not threads, because much of the work per sample is Python code, which the GIL
+would confine to one core. Only a few tasks are in flight, so a slow consumer throttles the workers,
 and memory stays bounded.
 """
 
@@ -22,20 +22,20 @@ def ordered_map(
     """Yield the results of tasks in their order.
 
     Args:
-        setup: called once in each process, gives the function; it must be picklable. What is
-            expensive to build or to send is sent once, not with every task.
-        tasks: read in the thread of whoever reads the results (a cursor of SQLite allows no other),
-            only a few more than there are workers ahead of them.
-        workers: processes; 0 does the work here.
+        setup: called once in each process; returns the function. It must be picklable. State that
+            is expensive to build or send belongs in it, so that tasks need not carry it.
+        tasks: read in the consumer's thread, because an SQLite cursor works in only one thread,
+            and only a few tasks more than there are workers ahead of the results.
+        workers: processes; 0 does the work in this process.
 
     Raises:
-        WorkerDied: two workers in a row were killed, or crashed, with the same task.
+        WorkerDied: two workers in a row were killed or crashed with the same task.
     """
     if not workers:
         yield from map(setup(), tasks)
         return
     with Workers(setup, workers, timeout_s=threading.TIMEOUT_MAX) as pool:
-        fed = SimpleQueue[tuple[Task, int] | None]()  # None: there are no more
+        fed = SimpleQueue[tuple[Task, int] | None]()  # None: the end
         most = 2 * workers + 2
         results = pool.run(iter(fed.get, None), max_bytes=0, max_jobs=most)
         try:
@@ -46,4 +46,4 @@ def ordered_map(
             fed.put(None)
             yield from results
         finally:
-            fed.put(None)  # or a worker's thread would wait for a task for ever
+            fed.put(None)  # otherwise a worker's thread would wait for a task forever

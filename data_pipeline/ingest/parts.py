@@ -1,7 +1,7 @@
-"""Columns of a source as they grow: one part for each shard, and the parts put together.
+"""Index columns of a source during ingest: one part per shard, merged at the end.
 
-A part is all that is known of a finished shard. The journal keeps it until the source is finished,
-so that an ingest that was killed need not look at the shard again.
+A part holds all index data of a finished shard. The journal keeps it until the source is finished,
+so that a resumed ingest need not read the shard again.
 """
 
 import io
@@ -21,13 +21,13 @@ from data_pipeline.ingest.samples import Rejection
 from data_pipeline.store.json_objects import parse_json
 from data_pipeline.text import Tokenizer
 
-# How many entries a sample has in each group: an integer column per group.
+# Entries per sample in each group: one integer column per group.
 _COUNTS = {f"{group}_count": np.int64 for group in GROUPS}
 _KINDS: dict[str, Any] = {name: kind for name, kind in COLUMNS.items() if name != "shard"} | _COUNTS
 
 
 class Columns:
-    """Rows of samples, growing. Typed arrays: a tenth of the memory that lists would take."""
+    """Growing columns of samples, as typed arrays: they take a tenth of the memory of lists."""
 
     def __init__(self) -> None:
         self.keys: list[str] = []
@@ -47,24 +47,24 @@ class Columns:
 
     @property
     def num_items(self) -> int:
-        """Images and video chunks so far."""
+        """Number of images and video chunks so far."""
         return len(self._columns["item_kind"])
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """The columns by name."""
+        """Return the columns by name."""
         return {name: np.array(self._columns[name], kind) for name, kind in _KINDS.items()}
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A shard, its samples' columns, and where in the input the next shard begins.
+    """A shard, the columns of its samples, and the input position of the next shard.
 
     Attributes:
         columns: from `Columns.arrays`.
-        rejections: samples that were left out since the part before.
-        turned: images and clips that a mark says are not upright.
-        cursor: of the first sample after it; None where there is none.
-        last: whether the input ends here.
+        rejections: samples rejected since the previous part.
+        turned: images and clips with an orientation tag.
+        cursor: cursor of the first sample of the next shard, None in the last part.
+        last: True if the input ends here.
     """
 
     shard: ShardInfo
@@ -76,7 +76,7 @@ class Part:
     last: bool
 
     def to_bytes(self) -> bytes:
-        """The part as one object; `from_bytes` reads it."""
+        """Serialize the part for `from_bytes`."""
         head = {
             "shard": asdict(self.shard),
             "keys": self.keys,
@@ -93,7 +93,7 @@ class Part:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Part":
-        """Read what `to_bytes` gave."""
+        """Read a part from the output of `to_bytes`."""
         with np.load(io.BytesIO(data), allow_pickle=False) as found:
             columns = {name: found[name] for name in _KINDS}
             head = parse_json(found["head"].tobytes(), "a part of the journal")
@@ -109,7 +109,7 @@ class Part:
 
 
 def merged(name: str, category: str, tokenizer: Tokenizer, parts: Sequence[Part]) -> SourceIndex:
-    """The index of a source made of these parts (at least one), in order."""
+    """Return the index of a source made of these parts (at least one), in order."""
 
     def column(of: str) -> NDArray[Any]:
         return np.concatenate([part.columns[of] for part in parts])

@@ -1,7 +1,7 @@
-"""One sample, checked and measured: its document, its files, and its rows of the index.
+"""Checks and measures one sample: builds its document, its tar blocks and its index entries.
 
-Pure, so that samples may be prepared in any process and order. Every medium is decoded once here;
-what does not decode is refused now, with a reason, and not in the middle of a run.
+Pure functions, so samples can be prepared in any process and in any order. Every media file is
+decoded once here; a file that does not decode is rejected with a reason, before any training run.
 """
 
 import time
@@ -32,7 +32,7 @@ from data_pipeline.text import Tokenizer
 from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO, video_chunks
 from moonvit3d.media import MediaError, Probe
 
-# Per kind: suffix as given -> suffix in the shard, and the bytes that a file of it has at `at`.
+# Per kind: input suffix -> (suffix in the shard, offset, the format's magic bytes at that offset).
 SUFFIXES = {
     KIND_IMAGE: {
         "png": ("png", 0, b"\x89PNG"),
@@ -47,7 +47,7 @@ SUFFIXES = {
 
 @dataclass(frozen=True)
 class Medium:
-    """A media file of a sample. `chunks`: (frames, timestamp) of each item it gives."""
+    """A media file of a sample; `chunks` has (frames, timestamp) of each of its items."""
 
     kind: int
     suffix: str
@@ -62,10 +62,10 @@ class Prepared:
     """A sample ready to be written.
 
     Attributes:
-        blocks: its part of a tar file.
-        columns: its entries in every column of the index but `shard`; places count from the start
-            of `blocks`.
-        turned: images and clips that a mark says are not upright (which is never applied).
+        blocks: its tar blocks.
+        columns: its entries in every column of the index except `shard`; offsets are relative to
+            the start of `blocks`.
+        turned: images and clips with an orientation tag, which is never applied.
     """
 
     key: str
@@ -83,7 +83,7 @@ class Prepared:
 def prepare(
     sample: CrudeSample, category: str, tokenizer: Tokenizer, policy: IngestPolicy
 ) -> Prepared:
-    """Check and measure a sample; raises Refused with a short reason and the detail."""
+    """Check and measure a sample; raise Refused with a short reason and the detail."""
     try:
         check_sample_key(sample.key)
     except ValueError as error:
@@ -116,7 +116,7 @@ def prepare(
 
 
 def _places(framed: Framed, item_media: Sequence[int]) -> dict[str, list[int]]:
-    """Columns that say where document and media lie."""
+    """Return the columns with offset, length and CRC-32 of the document and the media files."""
     document, *media = framed.members
     files = [media[number] for number in item_media]
     return {
@@ -130,7 +130,7 @@ def _places(framed: Framed, item_media: Sequence[int]) -> dict[str, list[int]]:
 
 
 def _measure(segments: Sequence[Segment], policy: IngestPolicy) -> tuple[list[Medium], int]:
-    """Decode and measure every media file; also count those that are marked as turned."""
+    """Decode and measure every media file; also count those with an orientation tag."""
     media: list[Medium] = []
     turned = items = 0
     end = time.monotonic() + policy.max_video_seconds
@@ -155,9 +155,10 @@ def _measure(segments: Sequence[Segment], policy: IngestPolicy) -> tuple[list[Me
 
 
 def _check_video(number: int, policy: IngestPolicy, end: float, found: Probe) -> None:
-    """Refuse a video that is too large to be decoded, before and while it is.
+    """Refuse a video that is too large, before and during decoding.
 
-    A frame that repeats the one before costs a file some bytes, and a decoder all its pixels.
+    File size is no bound: a frame that repeats the previous one takes a few bytes in the file but
+    a full frame in the decoder.
     """
     pixels = found.frames * found.height * found.width
     if pixels > policy.max_video_pixels:
@@ -193,14 +194,14 @@ def _check_document(document: bytes, meta: dict[str, Any], policy: IngestPolicy)
 def _check_file(
     segment: ImageSegment | VideoSegment, kind: int, number: int, policy: IngestPolicy
 ) -> str:
-    """The suffix the file gets in the shard."""
+    """Check a media file and return the suffix it gets in the shard."""
     known = SUFFIXES[kind]
     given = segment.suffix.lower().removeprefix(".")
     if given not in known:
         raise Refused(
             "unknown suffix", f"segment {number}: {segment.suffix!r}; known: {', '.join(known)}"
         )
-    # What a picture is, its bytes say: files that were renamed or served as another kind abound.
+    # The bytes decide the format, because many files have the suffix of another format.
     marks = (mark for mark in known.values() if segment.data.startswith(mark[2], mark[1]))
     suffix, _, _ = next(marks, (None, 0, b""))
     if suffix is None:
@@ -217,7 +218,7 @@ def _check_file(
 
 
 class _Sheet:
-    """Grows a sample's document and its columns, segment by segment."""
+    """Builds a sample's document and its columns, segment by segment."""
 
     def __init__(self, media: Sequence[Medium], tokenizer: Tokenizer) -> None:
         self.described: list[dict[str, Any]] = []
@@ -230,7 +231,7 @@ class _Sheet:
                 "region_item", "region_shape", "region_points", "point_x", "point_y",
             )
         }  # fmt: skip
-        self.longest = 0  # text tokens, if the longest wordings were chosen
+        self.longest = 0  # text tokens with the longest variant of each text
         self._media, self._tokenizer, self._next = media, tokenizer, 0
 
     def add(self, number: int, segment: Segment) -> None:
@@ -269,7 +270,7 @@ class _Sheet:
         self._next += 1
         described: dict[str, Any] = {"file": f"{number}.{medium.suffix}", "kind": "image"}
         if medium.kind == KIND_VIDEO:
-            # The timestamps are text: who lays out rows must not need the video for them.
+            # Timestamps become text in the row, and laying out rows must not need the video.
             stamps = [stamp for _, stamp in medium.chunks]
             described |= {"kind": "video", "timestamps": stamps}
         self.described.append(described)
@@ -315,14 +316,14 @@ class _Sheet:
 
 
 def item_prefix(tokenizer: Tokenizer, timestamp: str) -> int:
-    """Tokens before the media pads of an image (no timestamp) or of a video chunk."""
+    """Count the tokens before the media pads of an image (no timestamp) or a video chunk."""
     if timestamp:
         return len(tokenizer.video_prefix(timestamp))
     return len(tokenizer.image_prefix())
 
 
 def count_numbers(shape: str, points: int) -> int:
-    """How many numbers a region is written with."""
+    """Return how many numbers a region is written with."""
     return 1 if shape == "turn" else 2 * points
 
 

@@ -1,10 +1,10 @@
-"""Crude data to samples: folders, webdataset tars and JSONL manifests, local or in a store.
+"""Readers of raw data: folders, webdataset tars and JSONL manifests, local or in a store.
 
-A reader only finds out which samples there are; the files are read where a sample is prepared.
-Files are put together to samples by name. In a tar the rule is webdataset's: everything up to the
-first dot of the file's name is the key, the rest tells the members apart. In a folder the name
-without its suffix is the key, as file names hold dots; `NAME.0.png`, `NAME.1.png` belong to
-`NAME.json` where that is there.
+A reader only lists the samples; the process that prepares a sample reads its files. Files are
+grouped into samples by name. In a tar the rule is webdataset's: the key is the file name up to its
+first dot, and the rest names the member. In a folder the key is the name without its suffix,
+because file names may contain dots; `NAME.0.png` and `NAME.1.png` belong to `NAME.json` if that
+exists.
 """
 
 import gzip
@@ -42,27 +42,27 @@ from data_pipeline.store.open import MissingKey
 _TARS = (".tar", ".tar.gz", ".tgz")
 _LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 RAW_FILES = _TARS + _LINES
-# What a source of ours has beside its shards.
+# Files that a source of this project has next to its shards.
 _OURS = (
     *("manifest.json", "index.parquet", "provenance.json", "rejected.jsonl"),
     *("erased.json", "holds.json"),
 )
 _LONGEST_LINE = 64 << 20
-# Members of a tar in a store up to this size are read with it, larger ones by a request of theirs.
+# Tar members in a store are read with the tar up to this size, larger ones by separate requests.
 _HELD = 8 << 20
-# Files of one sample; an index counts media in 16 bits.
+# Limit of files per sample; the index stores media numbers in 16 bits.
 _MOST_MEMBERS = 1 << 16
 AnyFile = TypeVar("AnyFile")
-# What a damaged file raises while it is read.
+# Exceptions of reading a damaged file.
 _DAMAGED = (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError)
 
-# webdataset's rule: what stands before the first dot of the file's name, and the rest.
+# webdataset's rule: the path up to the first dot of the file name, and the rest.
 _MEMBER = re.compile(r"((?:.*/)?[^./][^.]*)\.([^/]+)")
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What holds for all inputs; see `open_inputs`."""
+    """Options of all inputs; see `open_inputs`."""
 
     category: str
     prefix_keys: bool = False
@@ -78,16 +78,16 @@ def open_inputs(
     follow_links: bool = False,
     policy: IngestPolicy | None = None,
 ) -> "Inputs":
-    """A reader of folders, tars and manifests, one after the other.
+    """Open folders, tars and manifests as one reader, in the given order.
 
     Args:
         inputs: paths, or URIs such as s3://bucket/prefix: a folder of samples or of tars, a file
             ending in .tar, .tar.gz, .tgz, or in .jsonl, .ndjson (and .gz).
-        category: whose short form manifests and JSON members have.
-        prefix_keys: put the name of the input (see `input_labels`) before each key; for inputs
-            that use the same keys.
-        follow_links: links may lead out of a folder. Of a folder that somebody else made, a link
-            could make any file of this machine part of the data.
+        category: selects the short form of manifests and JSON members.
+        prefix_keys: prepend the name of the input (see `input_labels`) to each key; needed if
+            inputs share keys.
+        follow_links: allow links that lead out of a folder. In an untrusted folder, a link could
+            make any file of this machine part of the data.
         policy: sizes above which a packed file is not unpacked.
 
     Raises:
@@ -103,7 +103,7 @@ def open_inputs(
 
 
 def _open(where: str, choices: Choices) -> list["Folder | Tar | Lines"]:
-    split_place("input", where)  # refuses what is meant for a store and misspelt
+    split_place("input", where)  # refuses a misspelt store URI
     name = where.removeprefix("file://").rstrip("/") or "/"
     try:
         if name.endswith(_TARS):
@@ -121,7 +121,7 @@ def _open(where: str, choices: Choices) -> list["Folder | Tar | Lines"]:
         raise ValueError(f"input {where}: {what}; give a folder, a .tar or a .jsonl file")
     folder = Folder(name, choices)
     manifests = [f for f in folder.files if f.endswith(_LINES) and "/" not in f and f not in _OURS]
-    if manifests and choices.category != "code":  # of code they may be files of a project
+    if manifests and choices.category != "code":  # in code they may be project files
         raise ValueError(
             f"input {where}: holds the manifest {manifests[0]}, which says what the samples are; "
             f"give the manifest itself: {name}/{manifests[0]}"
@@ -137,7 +137,7 @@ def _open(where: str, choices: Choices) -> list["Folder | Tar | Lines"]:
 
 
 class Inputs:
-    """Readers one after the other; see `data_pipeline.ingest.samples.Reader`."""
+    """Concatenation of readers; see `data_pipeline.ingest.samples.Reader`."""
 
     def __init__(self, readers: Sequence["Folder | Tar | Lines"], choices: Choices) -> None:
         self._readers = readers
@@ -165,7 +165,7 @@ class Inputs:
 
 
 class Folder:
-    """Files below a folder or prefix; a cursor is the number of samples before."""
+    """Reads the files below a folder or prefix; a cursor is the number of preceding samples."""
 
     def __init__(self, where: str, choices: Choices) -> None:
         self.where, self.label, self._choices = where, _name(where), choices
@@ -182,7 +182,7 @@ class Folder:
         self.total: int | None = len(sizes)
 
     def _groups(self) -> Iterator[tuple[str, dict[str, str]]]:
-        """(stem with its folder, {member: file}) in order."""
+        """Yield (stem with its folder, {member: file}) in order."""
         split = self._choices.category in ("text", "code")
         for folder, files in groupby(self.files, lambda name: name.rpartition("/")[0]):
             yield from _grouped(folder, [name.rpartition("/")[2] for name in files], split)
@@ -203,7 +203,7 @@ class Folder:
 def _grouped(
     folder: str, names: Sequence[str], split: bool
 ) -> Iterator[tuple[str, dict[str, str]]]:
-    """Put the files of one folder together by their stems, sorted."""
+    """Group the files of one folder by stem, sorted."""
     documents = {name[: -len(".json")] for name in names if name.endswith(".json")}
     groups: dict[str, dict[str, str]] = {}
     for name in names:
@@ -217,7 +217,7 @@ def _grouped(
     for stem, given in sorted(groups.items()):
         members = _lowered(given)
         if split and "json" not in members:
-            # Texts and programs are one sample a file: a.c and a.h are two.
+            # Each text or program file is a sample: a.c and a.h are two samples.
             for member, name in sorted(members.items()):
                 key = stem if member == "txt" and "" not in members else name
                 yield base + key, {member: base + name}
@@ -226,13 +226,13 @@ def _grouped(
 
 
 def _lowered(members: dict[str, AnyFile]) -> dict[str, AnyFile]:
-    """Members by their names in lower case, but for those that differ by their case alone."""
+    """Return members with names in lower case, except names that differ only in case."""
     count = Counter(member.lower() for member in members)
     return {m.lower() if count[m.lower()] == 1 else m: file for m, file in members.items()}
 
 
 def _files(where: str, follow_links: bool) -> Iterator[tuple[str, str]]:
-    """(name below `where`, version) of every file that is not hidden, folder by folder."""
+    """Yield (name below `where`, version) of every file that is not hidden, folder by folder."""
     if not in_store(where):
         yield from _walk(where, "", (), follow_links)
         return
@@ -268,7 +268,7 @@ def _walk(
         try:
             status = entry.stat()
         except OSError:
-            status = None  # a link to nothing, or in a circle: reading it gives the reason
+            status = None  # a dangling or circular link; reading it later reports the reason
         if status is not None and stat.S_ISDIR(status.st_mode):
             folders.append(name)
         elif status is not None and stat.S_ISREG(status.st_mode):
@@ -280,7 +280,7 @@ def _walk(
 
 
 def _name(where: str) -> str:
-    """The last part of a path or URI, for identities and prefixes: data may be moved."""
+    """Return the last part of a path or URI; identities use it so that data may be moved."""
     return PurePosixPath(os.path.abspath(where) if not in_store(where) else where).name
 
 
@@ -288,7 +288,7 @@ def _name(where: str) -> str:
 
 
 class Tar:
-    """Members of a tar by webdataset's rule; a cursor is the offset of a sample's first header."""
+    """Reads a tar by webdataset's rule; a cursor is the offset of a sample's first header."""
 
     def __init__(self, where: str, choices: Choices) -> None:
         self.where, self.label, self._choices = where, _name(where), choices
@@ -314,11 +314,14 @@ class Tar:
 
     @staticmethod
     def _shown(members: Members) -> Members:
-        """Members that are not hidden."""
+        """Return the members that are not hidden."""
         return (found for found in members if not re.search(r"(?:^|/)\.(?!/)", found[1].name))
 
     def _source(self, tar: tarfile.TarFile, info: tarfile.TarInfo, room: int) -> ByteSource:
-        """Bytes of a member, read here if need be: then only what the policy and `room` allow."""
+        """Return the bytes of a member, read now only if they cannot be read by range later.
+
+        A member read now must fit the policy and `room`.
+        """
         name, policy = info.name, self._choices.policy
         if not info.isreg():
             told = f"{self.where}: {name} is a link or device, which is not followed in a tar"
@@ -343,7 +346,7 @@ def _by_key(
     split: bool,
     source_of: Callable[[tarfile.TarFile, tarfile.TarInfo, int], ByteSource],
 ) -> Iterator[tuple[int, str, dict[str, ByteSource]]]:
-    """(offset, key, {rest of the name: bytes}) of neighbours with one key."""
+    """Group neighbouring members by key; yield (offset, key, {rest of the name: bytes})."""
     stem, found, room = "", {}, MAX_LOADED
     for tar, info in members:
         name = info.name.removeprefix("./")
@@ -355,7 +358,7 @@ def _by_key(
         if len(found) == _MOST_MEMBERS:
             raise tarfile.ReadError(f"more than {_MOST_MEMBERS} files of one sample, {key!r:.100}")
         source = source_of(tar, info, room)
-        room -= len(source.data or b"")  # a sample's files are in memory together
+        room -= len(source.data or b"")  # all files of a sample are in memory at the same time
         found[rest] = info.offset, source
     yield from _samples(stem, found, split)
 
@@ -363,7 +366,7 @@ def _by_key(
 def _samples(
     stem: str, given: dict[str, tuple[int, ByteSource]], split: bool
 ) -> Iterator[tuple[int, str, dict[str, ByteSource]]]:
-    """One sample, or of texts and programs without a document one for each file."""
+    """Yield one sample, or one per file for texts and programs without a JSON member."""
     members = _lowered(given)
     if split and "json" not in members:
         for member, (at, source) in members.items():
@@ -378,7 +381,7 @@ def _samples(
 
 
 class Lines:
-    """Lines of a manifest; a cursor is (offset, number) of a line, numbers counted from 1."""
+    """Reads the lines of a manifest; a cursor is (offset, number) of a line, numbered from 1."""
 
     def __init__(self, where: str, choices: Choices) -> None:
         self.where, self.label, self._choices = where, _name(where), choices
@@ -387,7 +390,7 @@ class Lines:
         try:
             with open_input(where) as found:
                 self.total = _count_lines(found.file, digest.update)
-        except _DAMAGED:  # reported where it is read, after the samples before
+        except _DAMAGED:  # `read` reports it after the samples before the damage
             self.total = None
         self.identity = {"manifest": _name(where), "sha256": digest.hexdigest()}
 
@@ -420,7 +423,7 @@ class Lines:
 
 
 def _count_lines(file: IO[bytes], update: Callable[[bytes], object]) -> int:
-    """Count the lines of a file that are not empty; `update` is called with all bytes."""
+    """Count the non-empty lines of a file; pass all bytes to `update`."""
     lines, begun = 0, False
     while part := file.readline(_LONGEST_LINE):
         update(part)

@@ -1,6 +1,6 @@
-"""Samples as readers find them, before their files are read: members of one key, or a line.
+"""Unread samples, as readers yield them: a group of files with one key, or a manifest line.
 
-All are small and picklable; `load` reads the files, in whatever process it is called.
+All are small and picklable; `load` reads the files, in the process that calls it.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from data_pipeline.ingest.samples import (
 from data_pipeline.store.json_objects import UnsoundJson, parse_json
 from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO
 
-# Files that hold a text as it is: captions beside media, and samples of the categories of text.
+# Suffixes of plain-text files: captions of media, and samples of the categories text and code.
 CAPTIONS = ("txt", "caption")
 _PLAIN = """
 txt text md markdown rst tex org adoc
@@ -37,7 +37,7 @@ nix zig d dart vhd vhdl v sv
 PLAIN = frozenset(_PLAIN.split())
 _MEDIA_FIELDS = ("image", "images", "video", "content", "steps", "turns")
 _KNOWN = ", ".join(suffix for kind in SUFFIXES.values() for suffix in kind)
-_TYPES = mimetypes.MimeTypes()  # Python's own table: the machine's may be another
+_TYPES = mimetypes.MimeTypes()  # Python's built-in table; the machine's table may differ
 _SORT = (
     "if its other files lie elsewhere in the tar, make it anew with `tar --sort=name`: those of a "
     "sample must be neighbours"
@@ -46,16 +46,17 @@ _NUMBERED = re.compile(r"(?:(\d+)\.)?(\w+)")  # "png", "0.png"; not "mask.png"
 
 
 def safe_key(name: str) -> str:
-    """A sample key made from any file name, a different one for each.
+    """Return a sample key for any file name, unique per name.
 
-    Names that are keys already stay as they are; others get a hash of the name.
+    Names that are valid keys stay as they are; for all other names the key ends with a hash of the
+    name.
     """
     try:
         check_sample_key(name)
     except ValueError:
         try:
             data = name.encode("utf-8", "surrogateescape")
-        except UnicodeEncodeError:  # half a pair, which JSON can write
+        except UnicodeEncodeError:  # a lone surrogate, which JSON can hold
             data = name.encode("utf-8", "surrogatepass")
         mark = hashlib.sha256(data).hexdigest()[:10]
         plain = re.sub("/+", "/", re.sub(r"[^A-Za-z0-9_\-/]", "_", name)).strip("/")
@@ -64,18 +65,18 @@ def safe_key(name: str) -> str:
 
 
 def numbered_key(name: str, number: int) -> str:
-    """A sample key made of a file's name and a number, a different one for each pair."""
+    """Return a sample key for a file name and a number, unique per pair."""
     key = f"{safe_key(name)}-{number:08d}"
     return key if len(key) <= MAX_KEY else safe_key(f"{name}-{number:08d}")
 
 
 def suffix_of(name: str) -> str:
-    """What follows the last dot of a file's name, in lower case; "" without one."""
+    """Return the suffix of a file name after its last dot, in lower case; "" without a dot."""
     return PurePosixPath(f"x{name}" if name.startswith(".") else name).suffix[1:].lower()
 
 
 def is_medium(name: str) -> bool:
-    """Whether the suffix is one of an image or a video."""
+    """Return whether the suffix is that of a supported image or video format."""
     return any(suffix_of(f".{name}") in known for known in SUFFIXES.values())
 
 
@@ -89,7 +90,7 @@ def _segment(name: str, source: ByteSource, policy: IngestPolicy) -> ImageSegmen
 
 
 def _shown(name: str) -> bool:
-    """Whether a file's suffix is of pictures or clips at all, such as "bmp"."""
+    """Return whether a suffix belongs to any image or video format, such as "bmp"."""
     kind, _ = _TYPES.guess_type(f"x.{name}")
     return kind is not None and kind.startswith(("image/", "video/"))
 
@@ -110,7 +111,7 @@ def _parsed(data: bytes, name: str) -> Any:
 
 @dataclass(frozen=True)
 class Broken:
-    """Stands for what could not even be told apart into samples, to be reported in its place."""
+    """Placeholder for input that could not be split into samples; `load` reports the reason."""
 
     key: str
     reason: str
@@ -118,7 +119,7 @@ class Broken:
     size: int = 0
 
     def load(self, policy: IngestPolicy) -> CrudeSample:
-        """Raises Refused with the reason."""
+        """Raise Refused with the reason."""
         raise Refused(self.reason, self.detail)
 
 
@@ -127,10 +128,11 @@ class Group:
     """Files of one key.
 
     Attributes:
-        stem: what the names of all files begin with, before a dot.
+        stem: common beginning of all file names, up to a dot.
         members: rest of each file's name, such as "jpg", "0.png" or "json" -> its bytes.
-        category: whose form a JSON member has.
-        in_tar: whether they are neighbours in a tar, so that others of the name may lie elsewhere.
+        category: selects the short form of the JSON member.
+        in_tar: True if the files are neighbours in a tar; more files of the same stem may then be
+            elsewhere in it.
     """
 
     key: str
@@ -168,7 +170,7 @@ class Group:
 
     @property
     def _foreign(self) -> list[str]:
-        """Members that are neither a medium that can be read nor a text."""
+        """Members that are neither supported media files nor texts."""
         known = (*CAPTIONS, *(PLAIN if self.category in ("text", "code") else ()), "json")
         return [m for m in self.members if not is_medium(m) and suffix_of(f".{m}") not in known]
 
@@ -176,7 +178,7 @@ class Group:
         return f"{self.stem}.[{', '.join(self._foreign)}] is no medium; known are {_KNOWN}"
 
     def _record(self, policy: IngestPolicy) -> dict[str, Any]:
-        """What the JSON member says; one of only captions is a short way for those."""
+        """Return the JSON member as a record; a bare string or list becomes its captions."""
         if "json" not in self.members:
             return {}
         name = f"{self.stem}.json"
@@ -190,7 +192,7 @@ class Group:
         return found
 
     def _add_text(self, record: dict[str, Any], policy: IngestPolicy) -> None:
-        """The text file's text goes before what a JSON says, which is then only kept in meta."""
+        """Set `text` from the text file; it overrides a text in the JSON, which moves to `meta`."""
         plain = self.category in ("text", "code")
         texts = [m for m in self.members if suffix_of(f".{m}") in (PLAIN if plain else CAPTIONS)]
         if not texts:
@@ -211,7 +213,7 @@ class Group:
         record["text"] = text if plain else text.strip()
 
     def _add_media(self, record: dict[str, Any]) -> None:
-        """Name the media that belong to the sample by their names alone."""
+        """Add the media files to the record by their names, unless the record names them."""
         if any(name in record for name in _MEDIA_FIELDS):
             return
         found = [(_NUMBERED.fullmatch(m), m) for m in self.members if is_medium(m)]
@@ -242,10 +244,10 @@ class Line:
 
     Attributes:
         place: file and line, for messages.
-        default: key of the sample, unless the line has one.
-        base: folder or URI that its media are relative to.
-        prefix: put before the key that a line has.
-        follow_links: links may lead out of `base`.
+        default: key of the sample if the line has none.
+        base: folder or URI to which its media paths are relative.
+        prefix: prepended to the key of the line.
+        follow_links: True if links may lead out of `base`.
     """
 
     place: str
@@ -258,12 +260,12 @@ class Line:
 
     @property
     def key(self) -> str:
-        """Until it is read, the place names it."""
+        """File and line, as the key is unknown until the line is parsed."""
         return self.place
 
     @property
     def size(self) -> int:
-        """See `Pending.size`; media are counted as a quarter of a megabyte."""
+        """See `Pending.size`; the media are estimated at 256 KiB."""
         return len(self.data) + (1 << 18)
 
     def load(self, policy: IngestPolicy) -> CrudeSample:
@@ -283,12 +285,12 @@ class Line:
         return sample
 
     def _inside(self, name: str) -> str:
-        """Where a file that a line names lies."""
+        """Return the path or URI of a file that the line names; refuse paths outside `base`."""
         if in_store(name):
             return name
         try:
             os.fsencode(name)
-        except UnicodeEncodeError as error:  # half a pair, which JSON can write
+        except UnicodeEncodeError as error:  # a lone surrogate, which JSON can hold
             raise Refused("bad path", f"{name!r:.100}: {error.reason}") from None
         parts = PurePosixPath(name).parts
         if not parts or name.startswith("/") or ".." in parts or "\0" in name:

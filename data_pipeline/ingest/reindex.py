@@ -1,8 +1,8 @@
-"""Another tokenizer for a source that exists: a new index over the same shards.
+"""Reindexes a source with another tokenizer: writes a new index over the same shards.
 
-Only the samples' documents are read, for only texts, labels and timestamps have other lengths in
-another tokenizer. The old index stays as it is, because runs may be reading it: the new one is a
-source of its own, whose manifest names the old one's shards.
+Only the documents of the samples are read, because a tokenizer changes only the lengths of texts,
+labels and timestamps. The old index stays unchanged, because runs may be reading it; the new index
+is a separate source, whose manifest references the old shards.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,10 +29,10 @@ from data_pipeline.store.open import Store
 from data_pipeline.text import Tokenizer
 
 _BATCH = 1024  # documents read and counted at a time
-# Media up to this size between two documents are read along: another request would cost more.
+# Media up to this size between two documents are read too: a second request would cost more.
 _MAX_GAP = 16 << 10
 
-# Tokens of a sample's pieces, and of its further variants.
+# (tokens of each piece of a sample, tokens of each further variant)
 Counts = tuple[list[int], list[int]]
 
 
@@ -46,20 +46,20 @@ def reindex(
     threads: int = 16,
     progress: Callable[[int, int], None] | None = None,
 ) -> SourceIndex:
-    """Write `<new_name>/index.parquet` and manifest.json: source `name`, counted by `tokenizer`.
+    """Write `<new_name>/index.parquet` and manifest.json for source `name` with a new tokenizer.
 
     Args:
-        store: where the source lies.
-        name: of the source.
-        new_name: of the new one; training names it instead of the old one.
-        tokenizer: of the new one.
-        workers: processes that count; 0 does it here.
-        threads: requests at a time.
+        store: root that holds the source.
+        name: name of the source.
+        new_name: name of the new source, which training configs use from then on.
+        tokenizer: tokenizer of the new source.
+        workers: processes that count tokens; 0 uses the calling process.
+        threads: concurrent requests.
         progress: called with (samples done, samples).
 
     Raises:
         ValueError: a bad name, or a source of the new name exists or is being written.
-        MissingKey, IndexMismatch: the old source is not there, or damaged.
+        MissingKey, IndexMismatch: the old source is missing or damaged.
     """
     check_source_name(new_name)
     refuse_finished(store, new_name)
@@ -73,7 +73,7 @@ def reindex(
             variants += [variant for _, variant in counts]
             if progress:
                 progress(len(pieces), index.num_samples)
-        for sample in index.redacted:  # nothing is there to be counted; others take its place
+        for sample in index.redacted:  # its text is gone, so the old counts stay
             for group, column, rows in (
                 ("piece", index.piece_tokens, pieces),
                 ("variant", index.variant_tokens, variants),
@@ -115,7 +115,7 @@ def _counter(tokenizer: Tokenizer) -> Callable[[list[bytes]], list[Counts]]:
 
 
 def count_tokens(segments: Sequence[dict[str, Any]], tokenizer: Tokenizer) -> Counts:
-    """Tokens of each piece that segments give, and of each variant but the first, in order."""
+    """Count the tokens of each piece, and of each variant after the first, in order."""
     pieces: list[int] = []
     variants: list[int] = []
     for segment in segments:

@@ -1,9 +1,9 @@
-"""Sample templates: the short form in which a manifest describes a sample, one per category.
+"""Sample templates: the short form of a sample in a manifest, one per category.
 
 `TEMPLATES[category]` expands a record into segments; docs/data_format.md shows them all. The rules:
-pictures come first; what the model is asked (`prompt`, `question`, `task`, `observation`, all turns
-but the assistant's) carries no loss, everything else does; a text or a region that follows another
-one begins on a new line.
+images come first; the model's input (`system`, `prompt`, `question`, `task`, `observation`, all
+turns except the assistant's) carries no loss, everything else does; a text or region directly after
+another text or region starts on a new line.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from data_pipeline.ingest.samples import (
     VideoSegment,
 )
 
-# Returns the media file of this name, or raises Refused.
+# Returns the media file with this name or raises Refused.
 Media = Callable[[str], ImageSegment | VideoSegment]
 
 _SHAPES = ("point", "box", "polygon")
@@ -36,12 +36,12 @@ def expand_record(
     Args:
         record: the JSON object.
         category: selects the template.
-        key: of the sample; with `strict` the record's own goes before.
-        media: reads the files it names.
+        key: key of the sample; with `strict`, a key in the record overrides it.
+        media: reads the files that the record names.
         strict: refuse unknown fields; otherwise they are kept in `meta`.
 
     Raises:
-        Refused: a field is unknown, missing or of the wrong type; or from `media`.
+        Refused: a field is unknown, missing or of the wrong type; or `media` raised it.
     """
     template = TEMPLATES[category]
     known = ("segments",) if "segments" in record else template.fields
@@ -63,7 +63,7 @@ def expand_record(
 
 
 def parse_segments(described: Sequence[Any], media: Media) -> list[Segment]:
-    """Parse the segments of a document, as shards and manifests hold them."""
+    """Parse the segments of a document, in the form used by shards and manifests."""
     found: list[Segment] = []
     for number, segment in enumerate(described):
         where = f"segment {number}"
@@ -77,7 +77,7 @@ def parse_segments(described: Sequence[Any], media: Media) -> list[Segment]:
             text = _typed(segment, "text", str, "" if texts else _MISSING, where)
             found.append(TextSegment(text, loss, texts))
         elif kind in ("image", "video"):
-            # Timestamps follow from the file; those of another version are not taken over.
+            # Timestamps are computed from the file; given ones may be of another version.
             _only(segment, ("kind", "file", "timestamps"), where)
             file = media(_typed(segment, "file", str, where=where))
             if isinstance(file, ImageSegment) != (kind == "image"):
@@ -112,7 +112,7 @@ class _SegmentWriter:
         self.num_media = 0
 
     def _start(self) -> str:
-        """Return a line break if the last segment is text or a region, too."""
+        """Return a line break if the previous segment is a text or a region, else ""."""
         written = self.segments and isinstance(self.segments[-1], TextSegment | RegionSegment)
         return "\n" if written else ""
 
@@ -124,7 +124,7 @@ class _SegmentWriter:
             self.segments.append(TextSegment(start + (texts[0] if texts else text), loss))
 
     def show(self, name: object, kind: type[ImageSegment | VideoSegment]) -> int:
-        """Append a media file; returns its number."""
+        """Append a media file and return its number."""
         wanted = "image" if kind is ImageSegment else "video"
         if not isinstance(name, str):
             raise Refused("bad field", f"{wanted} is {name!r:.60}, expected a file name")
@@ -136,7 +136,7 @@ class _SegmentWriter:
         return self.num_media - 1
 
     def images(self, record: Mapping[str, Any], *, needed: bool) -> None:
-        """Append `image` or `images`, and after each the `turn` if there is one."""
+        """Append `image` or `images`, each followed by the `turn` if the record has one."""
         names = _either(record, "image", str, "images", needed)
         degrees = _typed(record, "turn", int | None, None)
         for name in names:
@@ -146,19 +146,19 @@ class _SegmentWriter:
                 self.segments.append(RegionSegment("turn", (), label, number, degrees))
 
     def wording(self, record: Mapping[str, Any], *, needed: bool = True) -> None:
-        """Append `text`, or `texts` to choose from."""
+        """Append `text`, or the variants in `texts`."""
         texts = _either(record, "text", str, "texts", needed)
         if texts:
             self.write(texts[0], texts=texts)
 
     def question(self, record: Mapping[str, Any], *names: str) -> None:
-        """Append the fields of these names, without loss."""
+        """Append these fields as texts without loss."""
         for name in names:
             if name in record:
                 self.write(_typed(record, name, str), loss=False)
 
     def place(self, record: Mapping[str, Any], label: str, media: int, where: str) -> None:
-        """Append the one region that a record names by its shape."""
+        """Append the region of a record, whose field name is the shape."""
         [shape] = [shape for shape in _SHAPES if shape in record]
         points = _typed(record, shape, list, where=where)
         if shape == "point":
@@ -223,7 +223,7 @@ def _grounding(out: _SegmentWriter, record: Mapping[str, Any]) -> None:
 def _interleaved(out: _SegmentWriter, record: Mapping[str, Any]) -> None:
     for number, part in enumerate(_typed(record, "content", list)):
         where = f"content[{number}]"
-        # Here texts stand as they are: the document has its own line breaks.
+        # Texts stay unchanged, because the document has its own line breaks.
         if isinstance(part, str):
             out.segments.append(TextSegment(part))
             continue
@@ -252,7 +252,7 @@ def _agent(out: _SegmentWriter, record: Mapping[str, Any]) -> None:
 
 
 def _step(out: _SegmentWriter, step: Mapping[str, Any], where: str) -> None:
-    """Write screenshot, observation, thought, action and its place."""
+    """Write the screenshot, observation, thought, and the action with its region."""
     _only(step, ("image", "observation", "thought", "action", *_SHAPES), where)
     seen = out.show(step["image"], ImageSegment) if "image" in step else None
     out.question(step, "observation")
@@ -284,7 +284,7 @@ def _text(out: _SegmentWriter, record: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class SampleTemplate:
-    """The fields of a category's short form, and the function that writes their segments."""
+    """The fields of a category's short form and the function that writes their segments."""
 
     fields: tuple[str, ...]
     fill: Callable[[_SegmentWriter, Mapping[str, Any]], None]
@@ -313,14 +313,14 @@ _MISSING: Any = object()
 def _typed(
     record: Mapping[str, Any], name: str, kind: Any, default: Any = _MISSING, where: str = ""
 ) -> Any:
-    """A field of the given type; `default` stands for one that is not there."""
+    """Return a field after checking its type; `default` if the field is missing."""
     prefix = f"{where}: " if where else ""
     if name not in record:
         if default is _MISSING:
             raise Refused("missing field", f"{prefix}{name!r} is needed")
         return default
     value = record[name]
-    # True is an int in Python, and nobody means it as one.
+    # True is an int in Python, but is not a valid number here.
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         wanted = getattr(kind, "__name__", "int")
         raise Refused("bad field", f"{prefix}{name} is {value!r:.60}, expected {_WORDS[wanted]}")
@@ -337,7 +337,7 @@ _WORDS = {
 
 
 def _either(record: Mapping[str, Any], one: str, kind: type, many: str, needed: bool) -> list[Any]:
-    """The value of `one`, or the list of `many`."""
+    """Return the value of `one` as a list, or the list of `many`."""
     if one in record and many in record:
         raise Refused("bad field", f"give {one} or {many}, not both")
     found = [_typed(record, one, kind)] if one in record else _typed(record, many, list, [])
@@ -350,7 +350,7 @@ def _either(record: Mapping[str, Any], one: str, kind: type, many: str, needed: 
 
 
 def _objects(record: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """A list of objects, [] if the field is not there."""
+    """Return a list of objects, [] if the field is missing."""
     found = _typed(record, name, list, [])
     for number, item in enumerate(found):
         if not isinstance(item, dict):

@@ -1,9 +1,9 @@
-"""What a source is handed: samples as lists of segments, and the rules that they must keep.
+"""Input samples of an ingest: their segments, and the checks that segments must pass.
 
-A sample is a key, segments in reading order and free `meta`. The same segments, as JSON, are the
-sample's document in its shard (docs/data_format.md shows them). Positions of regions are pixels of
-the file as stored, in edge coordinates: the picture's top left corner is (0, 0), its bottom right
-corner (width, height).
+A sample has a key, segments in reading order and free `meta`. The same segments, as JSON, are the
+sample's document in its shard (see docs/data_format.md). Region coordinates are pixels of the file
+as stored, in edge coordinates: the image's top left corner is (0, 0), its bottom right corner is
+(width, height).
 """
 
 import math
@@ -23,10 +23,10 @@ TURNS = (0, 90, 180, 270)
 
 @dataclass(frozen=True)
 class TextSegment:
-    """Text; with `loss` false the model reads it but is not trained to write it.
+    """Text; with `loss` False it carries no training loss.
 
-    `texts`, in place of `text`: two or more wordings of the same thing; each time the sample is
-    drawn, one is chosen.
+    `texts` replaces `text` and holds two or more variants; each draw of the sample uses one of
+    them.
     """
 
     text: str = ""
@@ -36,7 +36,7 @@ class TextSegment:
 
 @dataclass(frozen=True)
 class ImageSegment:
-    """An image file as it is; suffix "png", "jpg", "webp" or "gif" (static)."""
+    """The bytes of an image file; suffix "png", "jpg", "webp" or "gif" (static)."""
 
     data: bytes
     suffix: str
@@ -44,7 +44,7 @@ class ImageSegment:
 
 @dataclass(frozen=True)
 class VideoSegment:
-    """An MP4 file as it is; suffix "mp4"."""
+    """The bytes of an MP4 file; suffix "mp4"."""
 
     data: bytes
     suffix: str = "mp4"
@@ -52,17 +52,17 @@ class VideoSegment:
 
 @dataclass(frozen=True)
 class RegionSegment:
-    """A place in an image, written as its label and its coordinates.
+    """A region of an image, written to the row as its label and its coordinates.
 
     Args:
         shape: "point", "box", "polygon", or "turn" for the orientation of a whole image.
         points: [[x, y], ...] in pixels: one for a point, [[x1, y1], [x2, y2]] for a box, three or
             more for a polygon, none for a turn.
-        label: what stands before the coordinates, a space or a line break included.
-        media: which media file of the sample, counted from 0; it must be an image, and may come
-            before or after.
-        degrees: of a turn: by how much the content is turned clockwise; 0, 90, 180 or 270.
-        loss: whether the model learns to write it.
+        label: text before the coordinates, including a trailing space or line break.
+        media: number of the media file in the sample, from 0; it must be an image, and its segment
+            may come before or after this segment.
+        degrees: for a turn, the clockwise rotation of the content: 0, 90, 180 or 270.
+        loss: True if the region carries training loss.
     """
 
     shape: str
@@ -78,9 +78,9 @@ Segment = TextSegment | ImageSegment | VideoSegment | RegionSegment
 
 @dataclass(frozen=True)
 class CrudeSample:
-    """What a source hands in. `meta` is free JSON kept beside the segments.
+    """A raw sample. `meta` is free JSON, stored with the segments.
 
-    `meta` of {"flip": false} forbids mirroring the images of this sample.
+    A `meta` of {"flip": false} forbids mirroring the images of this sample.
     """
 
     key: str
@@ -89,43 +89,43 @@ class CrudeSample:
 
     @property
     def size(self) -> int:
-        """Bytes of its media."""
+        """Total bytes of its media."""
         media = (s for s in self.segments if isinstance(s, ImageSegment | VideoSegment))
         return sum(len(segment.data) for segment in media)
 
 
 class Pending(Protocol):
-    """A sample that is still to be read. Small, and picklable: another process reads it."""
+    """A sample that is not read yet; small and picklable, so that another process can read it."""
 
     @property
     def key(self) -> str:
-        """Names it in messages until it is read."""
+        """Name of the sample in messages until it is read."""
         ...
 
     @property
     def size(self) -> int:
-        """About how many bytes it is, to spread the work evenly."""
+        """Approximate size in bytes, for load balancing."""
         ...
 
     def load(self, policy: "IngestPolicy") -> CrudeSample:
-        """Read it, or raise Refused; what is too large by the policy need not be read."""
+        """Read the sample or raise Refused; files above the policy's limits need not be read."""
         ...
 
 
 @runtime_checkable
 class Reader(Protocol):
-    """An input of ingest that can be read from any place in it.
+    """An input of ingest that can be read from any position.
 
     Attributes:
-        identity: JSON that tells this input from another; with None an ingest cannot be resumed.
-        total: how many samples there are, or None.
+        identity: JSON that identifies this input; with None an ingest cannot be resumed.
+        total: number of samples, or None if unknown.
     """
 
     identity: dict[str, Any] | None
     total: int | None
 
     def read(self, cursor: Any = None) -> Iterator[tuple[Any, CrudeSample | Pending]]:
-        """Samples in order, each with the cursor (JSON) at which reading begins with it again."""
+        """Yield samples in order, each with the cursor (JSON) from which it can be read again."""
         ...
 
 
@@ -134,9 +134,9 @@ class Listed:
 
     Args:
         samples: read once, in order.
-        identity: JSON that changes whenever the samples do; with it an ingest can be resumed,
-            by passing over the samples that are done.
-        total: how many there are, if that is known.
+        identity: JSON that changes whenever the samples do. With it, an ingest can be resumed; it
+            then skips the finished samples.
+        total: number of samples, or None if unknown.
     """
 
     def __init__(
@@ -156,18 +156,18 @@ class Listed:
 
 @dataclass(frozen=True)
 class IngestPolicy:
-    """What is too large to be worth training on.
+    """Limits above which ingest rejects a sample.
 
     Args:
         max_text_tokens: tokens of a sample's texts and regions, below 2**31.
         max_items: images and video chunks of a sample, below 2**15.
         max_media_bytes: bytes of one media file.
-        max_document_bytes: bytes of a text or JSON file, of a line of a manifest, and of the
-            document that is written. JSON takes thirty times as much memory once it is parsed.
-        max_meta_bytes: bytes of `meta` as JSON; it is parsed again at each draw.
-        max_video_pixels: frames of a video, times the pixels of one.
-        max_video_seconds: to decode the videos of a sample.
-        texts_only: media files are not read, and segments of them hold no bytes.
+        max_document_bytes: bytes of a text or JSON file, of a manifest line, and of the document
+            that is written. Parsed JSON takes thirty times as much memory.
+        max_meta_bytes: bytes of `meta` as JSON, which is parsed again at each draw.
+        max_video_pixels: pixels of a frame times the number of frames of a video.
+        max_video_seconds: time to decode all videos of a sample.
+        texts_only: True to leave media files unread; their segments then hold no bytes.
     """
 
     max_text_tokens: int = 1 << 20
@@ -194,7 +194,7 @@ class IngestPolicy:
 
 @dataclass(frozen=True)
 class Rejection:
-    """A sample that was left out: a short reason to count by, and the detail."""
+    """A rejected sample: a short reason to group counts by, and the detail."""
 
     key: str
     reason: str
@@ -202,14 +202,15 @@ class Rejection:
 
 
 class Refused(Exception):
-    """Carries (reason, detail) of a sample that cannot be used."""
+    """A sample cannot be used; the arguments are (reason, detail)."""
 
 
 def check_text(segment: TextSegment, number: int) -> list[str]:
-    """The wordings of a text segment: one, or two and more.
+    """Check a text segment and return its variants; a plain `text` is its only variant.
 
     Raises:
-        Refused: a wording is not a string, both `text` and `texts` are given, or `texts` has one.
+        Refused: a variant is not a string, both `text` and `texts` are given, `texts` has only one
+            entry, or it has more than 2**15 - 1.
     """
     if segment.texts and segment.text:
         raise Refused("bad text", f"segment {number}: give text or texts, not both")
@@ -225,10 +226,12 @@ def check_text(segment: TextSegment, number: int) -> list[str]:
 
 
 def check_region(segment: RegionSegment, number: int, width: int, height: int) -> list[list[float]]:
-    """The points of a region in an image of `width` x `height` pixels; a turn has (degrees, 0).
+    """Check a region in an image of `width` x `height` pixels and return its points.
+
+    The point of a turn is (degrees, 0).
 
     Raises:
-        Refused: "bad region" with what is wrong.
+        Refused: "bad region", or "too large" for more than 2**15 - 1 points.
     """
 
     def refuse(detail: str) -> Refused:
@@ -255,7 +258,7 @@ def check_region(segment: RegionSegment, number: int, width: int, height: int) -
         raise refuse(f"a {segment.shape} has {wanted}, not {count}")
     if count >= 2**15:
         raise Refused("too large", f"segment {number}: {count} points, at most {2**15 - 1}")
-    # The index holds them in single precision; what is right only in double would be wrong there.
+    # The index stores float32, so the checks must hold for the rounded values.
     single = [[float(np.float32(n)) for n in point] for point in points]
     for x, y in single:
         if not (0 <= x <= width and 0 <= y <= height):
@@ -266,7 +269,7 @@ def check_region(segment: RegionSegment, number: int, width: int, height: int) -
 
 
 def _numbers(points: object) -> list[list[float]] | None:
-    """Points as floats, or None if they are anything but pairs of finite numbers."""
+    """Return the points as floats, or None unless all are pairs of finite numbers."""
     if isinstance(points, str) or not isinstance(points, Sequence):
         return None
     found = []
@@ -277,7 +280,7 @@ def _numbers(points: object) -> list[list[float]] | None:
             return None
         try:
             pair = [float(n) for n in point]
-        except OverflowError:  # a whole number of 400 digits
+        except OverflowError:  # an integer beyond the float range
             return None
         if not all(map(math.isfinite, pair)):
             return None

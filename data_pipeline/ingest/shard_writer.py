@@ -1,6 +1,6 @@
-"""Prepared samples, in order, into shards of bounded size; a full one goes up as the next fills.
+"""Packs prepared samples into shards of bounded size; uploads a shard while the next one fills.
 
-A shard is put first and then its part in the journal, so a part always tells of a whole shard.
+The shard is written before its journal part, so every part describes a complete shard.
 """
 
 import time
@@ -28,14 +28,14 @@ Outcome = Prepared | Rejection
 
 @dataclass(frozen=True)
 class IngestProgress:
-    """Counts so far, those of a killed ingest that is being finished included.
+    """Counts so far, including those of a killed ingest that is being resumed.
 
     Attributes:
-        samples, rejected: samples written and left out.
+        samples, rejected: samples written and rejected.
         items: images and video chunks.
-        shards: tar files that are there.
-        bytes: of the tar files, with those that are not there yet.
-        turned: images and clips that a mark says are not upright (which is never applied).
+        shards: tar files written.
+        bytes: bytes of all tar files, including those not written yet.
+        turned: images and clips with an orientation tag, which is never applied.
     """
 
     samples: int = 0
@@ -76,11 +76,11 @@ def _counts(part: Part) -> dict[str, int]:
 
 
 class ShardWriter:
-    """Use it as a context: leaving it waits for the thread that puts shards.
+    """Writes the shards of one source; a context whose exit waits for the upload thread.
 
-    The journal is taken up if one is found, else begun; the claim is looked at before each shard.
-    `taken` are keys that no sample may have, `erased` samples that must not come back. The others
-    as of `data_pipeline.ingest.ingest.ingest`.
+    It resumes from an existing journal or starts a new one, and checks the claim before each shard.
+    `taken` are keys that no sample may have, `erased` are samples that must not come back. See
+    `data_pipeline.ingest.ingest.ingest` for the other arguments.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ShardWriter:
         self._shard_bytes, self._progress, self._rejected = shard_bytes, progress, rejected
         self._parts = journal.parts() if journal.found() else []
         if not self._parts:
-            # Shows now, and not after a shard's worth of work, that one may write here.
+            # A missing write permission shows here, not after a shard's worth of work.
             store.put(f"{name}/rejected.jsonl", b"")
             journal.begin()
         self.rejections = [rejection for part in self._parts for rejection in part.rejections]
@@ -122,23 +122,23 @@ class ShardWriter:
 
     @property
     def cursor(self) -> Any:
-        """Where in the input to go on; None at its start."""
+        """Input cursor to resume from; None at the start."""
         return self._parts[-1].cursor if self._parts else None
 
     @property
     def num_seen(self) -> int:
-        """Samples so far, written and rejected."""
+        """Number of samples so far, written and rejected."""
         return len(self._keys) + len(self.rejections)
 
     @property
     def complete(self) -> bool:
-        """Whether the last shard of the input is there already."""
+        """True if the last shard of the input is already written."""
         return bool(self._parts) and self._parts[-1].last
 
     def add(self, cursor: Any, outcome: Outcome) -> None:
-        """Append one sample, closing the shard first if it would grow past its limit.
+        """Append one sample; close the shard first if it would exceed its limit.
 
-        `cursor` is the one at which reading begins with this very sample.
+        `cursor` is the input position of this sample.
         """
         if isinstance(outcome, Prepared):
             if outcome.key in self._keys:
@@ -165,7 +165,7 @@ class ShardWriter:
         self._tell()
 
     def _close(self, cursor: Any, *, last: bool) -> None:
-        """Hand the shard over to the thread, once that is done with the one before."""
+        """Pass the shard to the upload thread after the previous upload has finished."""
         self._settle()
         number, filling = len(self._parts), self._filling
         refuse_shards(self._name, number + 1)
@@ -191,7 +191,7 @@ class ShardWriter:
         return part
 
     def _settle(self) -> None:
-        """Wait for the shard that is going up; its errors come out here."""
+        """Wait for the running upload and raise its errors."""
         if self._uploading is not None:
             part, self._uploading = self._uploading.result(), None
             self._parts.append(part)
@@ -204,7 +204,7 @@ class ShardWriter:
             self._progress(IngestProgress(**counts, shards=len(self._parts)))
 
     def finish(self) -> tuple[list[Part], list[Rejection]]:
-        """Put what is left; returns all parts (none without samples) and all rejections."""
+        """Write the last shard; return all parts (none without samples) and all rejections."""
         if self._filling.builder.samples:
             self._close(None, last=True)
         self._settle()

@@ -1,9 +1,9 @@
-"""Untrusted tar files, read with bounded headers, whatever sizes these claim.
+"""Reads untrusted tar files with bounded headers.
 
-A header of a few bytes may claim a name of gigabytes, a map of a billion holes or a member that
-reaches beyond any file; packed, a tar of megabytes may really hold all that. `tarfile` believes it
-and raises whatever comes of it. Here every header has a few bytes at most, and what makes no sense
-is one `tarfile.ReadError`. Nothing is ever unpacked to a disk, and no link is followed.
+A header of a few bytes may claim a name of gigabytes, a sparse map with a billion holes or a member
+beyond any file size, and a compressed tar of megabytes may really contain them. `tarfile` trusts
+these claims and raises arbitrary exceptions. This module bounds the bytes of every header and
+raises `tarfile.ReadError` for every invalid one. It never extracts to disk and follows no links.
 """
 
 import io
@@ -11,9 +11,9 @@ import tarfile
 from collections.abc import Iterator
 from typing import IO, Any, cast
 
-# Of one member: header blocks, long names, PAX records, the map of a sparse file.
+# Limit of one member's header: blocks, long names, PAX records, the map of a sparse file.
 _HEADER_BYTES = 1 << 20
-# Of a name: Linux's PATH_MAX. Longer ones would also make searching in them slow.
+# Limit of a name: Linux's PATH_MAX. Regular expressions would be slow on longer names.
 _NAME_BYTES = 4096
 _ZEROS = bytes(tarfile.BLOCKSIZE)
 
@@ -22,18 +22,18 @@ Members = Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]
 
 
 def archives(file: IO[bytes]) -> Iterator[Members]:
-    """Yield each of the tars that stand one after the other in a file, as `cat` joins them.
+    """Yield each tar of a file of concatenated tars (as `cat` joins them).
 
     Args:
-        file: reading begins where it stands.
+        file: read from its current position.
 
     Returns:
-        An iterator over the members of each tar but folders, with the open tar for `content`; read
-        it to its end before the next.
+        Per tar, an iterator over its members except folders, each with the open tar for `content`;
+        exhaust it before the next tar.
 
     Raises:
-        tarfile.ReadError: a damaged or absurd header, no mark at the end, or something else than a
-            tar after the mark.
+        tarfile.ReadError: a damaged or absurd header, a missing end mark, or data other than a tar
+            after the end mark.
     """
     more = True
     while more:
@@ -45,27 +45,27 @@ def _members(file: IO[bytes]) -> Members:
     bounded, reached = _Bounded(file), file.tell()
     with _opened(bounded) as tar:
         while (info := _next(tar, bounded)) is not None:
-            vars(tar)["members"].clear()  # it would keep every header
+            vars(tar)["members"].clear()  # tarfile would keep every header in memory
             if len(info.name) > _NAME_BYTES:
                 raise tarfile.ReadError(f"a name of {len(info.name)} characters")
-            if info.size < 0 or tar.offset <= reached:  # it would lead back, for ever
+            if info.size < 0 or tar.offset <= reached:  # going back would loop forever
                 raise tarfile.ReadError(f"a member of {info.size} bytes")
             reached = tar.offset
             if not info.isdir():
                 yield tar, info
-        # tarfile takes a damaged header, and the end of a file that breaks off, for the end.
+        # tarfile treats a damaged header and a truncated file as a regular end.
         bounded.seek(tar.offset)
         if file.read(tarfile.BLOCKSIZE) != _ZEROS:
             raise tarfile.ReadError(f"neither a header nor the end mark at byte {tar.offset}")
 
 
 def _at_next(file: IO[bytes]) -> bool:
-    """Pass over the zeros after an end mark; returns whether another tar begins there.
+    """Skip the zeros after an end mark; return whether another tar follows.
 
     Raises:
-        tarfile.ReadError: something else begins there.
+        tarfile.ReadError: a block starts with a zero but is not all zeros.
     """
-    # `peek` in place of a step back, for which a packed file would be unpacked from its beginning.
+    # `peek` avoids seeking back, which would decompress a packed file from its beginning.
     peek = cast("io.BufferedReader", file).peek
     while (first := peek(1)[:1]) == b"\0":
         at = file.tell()
@@ -75,7 +75,7 @@ def _at_next(file: IO[bytes]) -> bool:
 
 
 def content(tar: tarfile.TarFile, info: tarfile.TarInfo) -> bytes:
-    """The bytes of a member; the caller has looked at `info.size` before."""
+    """Return the bytes of a member, whose `info.size` the caller has checked."""
     bounded: Any = tar.fileobj
     bounded.left = info.size
     member = tar.extractfile(info)
@@ -84,7 +84,7 @@ def content(tar: tarfile.TarFile, info: tarfile.TarInfo) -> bytes:
 
 
 class _Bounded:
-    """A file that gives no more than `left` bytes until it is allowed more."""
+    """A file that reads at most `left` bytes until `left` is raised."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self.left = file, _HEADER_BYTES
@@ -120,5 +120,5 @@ def _next(tar: tarfile.TarFile, bounded: _Bounded) -> tarfile.TarInfo | None:
         raise tarfile.ReadError(f"an absurd header: {error!r:.100}") from error
 
 
-# What tarfile raises for numbers that are none, maps without an end, headers of headers.
+# Exceptions of tarfile for malformed numbers, endless sparse maps and nested headers.
 _ABSURD = (ValueError, OverflowError, IndexError, TypeError, RecursionError)

@@ -1,7 +1,7 @@
-"""The texts a tokenizer is trained on: of raw inputs, as ingest reads them, or of finished sources.
+"""Training texts for a tokenizer, from raw inputs as ingest reads them or from finished sources.
 
-Texts come in the order of the inputs, so that the same inputs give the same rank file. Media are
-not read.
+Texts come in the order of the inputs, so the same inputs give the same tiktoken rank file. Media
+are not read.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ _POLICY = replace(IngestPolicy(), texts_only=True)
 
 
 def sample_texts(sample: CrudeSample) -> Iterator[str]:
-    """Yield the text of every text segment, of variants each, and of every region's label."""
+    """Yield the text of every text segment, including all variants, and every region's label."""
     for segment in sample.segments:
         if isinstance(segment, TextSegment):
             yield from segment.texts or (segment.text,)
@@ -35,7 +35,7 @@ def sample_texts(sample: CrudeSample) -> Iterator[str]:
 
 
 def input_texts(reader: Reader, skipped: Counter[str]) -> Iterator[str]:
-    """Yield the texts of raw samples; `skipped` counts those that cannot be used, by reason."""
+    """Yield the texts of raw samples; count unusable samples by reason in `skipped`."""
     for _, found in reader.read():
         try:
             sample = found if isinstance(found, CrudeSample) else found.load(_POLICY)
@@ -48,7 +48,11 @@ def input_texts(reader: Reader, skipped: Counter[str]) -> Iterator[str]:
 
 
 def source_texts(store: Store, index: SourceIndex, threads: int = 16) -> Iterator[str]:
-    """Yield the texts of a finished source; a StoreError if shards are damaged or not readable."""
+    """Yield the texts of a finished source.
+
+    Raises:
+        StoreError: a shard cannot be read. IndexMismatch: a document is damaged.
+    """
     for batch in documents(store, index, threads):
         for document in batch:
             for segment in parse_json(document, f"{store.uri}/{index.name}")["segments"]:
@@ -72,7 +76,7 @@ def _check(texts: Sequence[object]) -> None:
 
 
 def at_most(texts: Iterable[str], num_bytes: int) -> Iterator[str]:
-    """Yield texts until they have so many UTF-8 bytes together; the last one is cut."""
+    """Yield texts up to a total of `num_bytes` UTF-8 bytes; the last text is cut."""
     for text in texts:
         data = text.encode()
         if len(data) >= num_bytes:

@@ -1,1 +1,1 @@
-"""Whether sources are sound, and what they hold."""
+"""Checks the integrity of sources and computes their statistics."""

@@ -1,8 +1,8 @@
-"""Statistics of sources of any size, from their facts: what `inspect.stats` tells, and more.
+"""Statistics of sources of any size, computed from their facts files.
 
-`count_source` is `stats.source_stats` without the index in memory: equal integers, floats to the
-last digits. Beside it stand heavy tails, samples that look alike, and what differs between two
-versions. All values go into JSON as they are.
+`count_source` gives the results of `stats.source_stats` without the index in memory: integers are
+equal, floats agree up to the last digits. In addition, this module reports heavy tails, likely
+duplicates, and the differences between two versions. JSON can represent all values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ from data_pipeline.inspect.stats import (
 from data_pipeline.plan.source import within
 from moonvit3d.geometry import PatchLimits
 
-# Measure -> column, or expression, and the rows that have it.
+# Measure -> (column or expression, condition on the rows).
 MEASURES = {
     "tokens_per_sample": ("tokens", SAMPLES),
     "text_tokens_per_sample": ("text_tokens", SAMPLES),
@@ -53,23 +53,27 @@ MEASURES = {
     "video_longer_side": ("greatest(height, width)", VIDEO_FILES),
 }
 TAILED = ("tokens_per_sample", "media_tokens_per_sample", "tokens_per_item")
-"""Measures of which `tail` is told: what makes rows, microbatches and ranks uneven."""
+"""Measures with a `tail`; their large values unbalance rows, microbatches and ranks."""
 
 _SUMS = (
     "json_bytes", "media_bytes", "tokens", "text_tokens", "region_tokens", "media_tokens", "items",
     "images", "videos", *REGIONS, "texts_with_variants", "variants",
 )  # fmt: skip
 _FLAGS = ("flip_ok", "turn_ok")
-_LISTED = 50  # largest groups of alike ones
-_EXAMPLES = 5  # keys of samples that two versions do not share
+_LISTED = 50  # maximum number of listed groups, and of places per group
+_EXAMPLES = 5  # maximum number of example keys per kind of difference
 _ASPECT = "width / greatest(height, 1)"
 _MEGAPIXELS = "height::BIGINT * width / 1e6"
 
 
 @dataclass(frozen=True)
 class Counted:
-    """The figures of a source, as `stats.source_stats` gives them and with `tails` (see `tail`),
-    and the distributions that they were taken from, by measure."""
+    """Statistics of a source, and the distributions they were computed from.
+
+    Attributes:
+        figures: result of `stats.source_stats`, plus `tails` (see `tail`).
+        measures: measure -> distribution.
+    """
 
     figures: dict[str, Any]
     measures: dict[str, ValueCounts]
@@ -81,12 +85,12 @@ def count_source(
     choice: ChosenSource | None = None,
     threads: int | None = None,
 ) -> Counted:
-    """Count one source.
+    """Compute the statistics of one source.
 
     Args:
-        file: its facts.
-        seq_len, choice: as of `stats.source_stats`.
-        threads: of DuckDB; None: one a core.
+        file: facts of the source.
+        seq_len, choice: as for `stats.source_stats`.
+        threads: DuckDB threads; None for one per core.
 
     Raises:
         FactsError: the file cannot be read.
@@ -146,7 +150,7 @@ def _figures(
 
 
 def _part(found: ValueCounts, chosen: NDArray[np.bool_]) -> dict[str, Any]:
-    """Return number, share and tokens of the samples of some lengths."""
+    """Return number, share and tokens of the samples with the chosen lengths."""
     part = ValueCounts(found.values[chosen], found.counts[chosen])
     share = part.total / found.total if found.total else 0.0
     return {"samples": part.total, "share": share, "tokens": weighted_sum(part)}
@@ -162,7 +166,7 @@ def _longest(facts: Facts) -> list[list[Any]]:
 
 
 def _media(facts: Facts, where: str, longer_side: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `stats._media` does."""
+    """Return the same values as `stats._media`."""
     percents = [percent / 100 for percent in PERCENTILES]
     asked = ", ".join(
         f"avg({value}), min({value}), quantile_cont({value}, {percents}), max({value})"
@@ -174,7 +178,7 @@ def _media(facts: Facts, where: str, longer_side: Mapping[str, Any]) -> dict[str
     files, size, *found = row
     megapixels, aspect = (_spread(files, *found[at : at + 4]) for at in (0, 4))
     if files:
-        # The same edges as numpy's: a ratio that is no power of two is nowhere near an edge.
+        # The bins equal numpy's, because no ratio is close to an edge except exact powers of two.
         places = facts.counted(f"floor(log2({_ASPECT}) * {ASPECT_BINS_PER_OCTAVE})::BIGINT", where)
         bins = bins_between(places.values, places.counts, ASPECT_BINS_PER_OCTAVE)
         aspect["histogram"] = {"zeros": [0.0], **bins}
@@ -199,21 +203,21 @@ def count_sources(
     pairs: Sequence[tuple[str, str]] = (),
     other: tuple[str, FactsFile] | None = None,
 ) -> dict[str, Any]:
-    """Count sources, alone and together.
+    """Compute the statistics of several sources, separately and together.
 
     Args:
-        files: name -> facts, all of the same limits.
-        limits: under which tokens were counted.
-        seq_len: of rows; None: samples longer than a row are not told.
-        choices: name -> which samples a configuration chooses.
-        pairs: (version, the one before it), to be compared.
-        other: (name, facts of another place), to be compared.
+        files: name -> facts, all with the same limits.
+        limits: patch limits of the token counts.
+        seq_len: tokens of a row; None omits the count of longer samples.
+        choices: name -> length bounds by which a config chooses samples.
+        pairs: (version, previous version) to compare.
+        other: (name of a source, facts of another root) to compare.
 
     Returns:
-        limits, seq_len, sources, totals, alike, compared: as `data count --json` has them.
+        limits, seq_len, sources, totals, alike, compared: as in `data count --json`.
 
     Raises:
-        FactsError: a file cannot be read. ValueError: as `compare`.
+        FactsError: a file cannot be read. ValueError: as for `compare`.
     """
     counted = {name: count_source(file, seq_len, choices.get(name)) for name, file in files.items()}
     figures = [one.figures for one in counted.values()]
@@ -231,7 +235,7 @@ def count_sources(
 
 
 def by_category(sources: Sequence[Counted]) -> dict[str, Any]:
-    """Return sums, spreads and tails of all sources of a category together, by category."""
+    """Return sums, spreads and tails over all sources of each category."""
     found = totals([source.figures for source in sources])["categories"]
     for category, sums in found.items():
         parts = [source for source in sources if source.figures["category"] == category]
@@ -241,19 +245,19 @@ def by_category(sources: Sequence[Counted]) -> dict[str, Any]:
     return found
 
 
-# Alike ------------------------------------------------------------------------------------------
+# Likely duplicates ------------------------------------------------------------------------------
 
 _KINDS = {"media": (FILES, "media"), "samples": (SAMPLES, "-1")}
 
 
 def count_alike(files: Sequence[FactsFile], threads: int | None = None) -> dict[str, Any]:
-    """Find media files, and samples, that agree in length and CRC-32, in and across sources.
+    """Find media files and samples that agree in length and CRC-32, within and across sources.
 
-    They may be equal: `duplicates.find_duplicates` reads them to be sure. A source whose shards are
-    all those of another one, an older version or a reindexed one, is left out.
+    They are likely duplicates; `duplicates.find_duplicates` reads them to be sure. A source is
+    skipped if another source, such as a newer version, has all of its shards.
 
     Returns:
-        What `duplicates.Duplicates.as_dict` does, with a fingerprint in the place of the SHA-256.
+        The form of `duplicates.Duplicates.as_dict`, with a fingerprint instead of the SHA-256.
     """
     kept, left_out = _with_own_shards(files)
     opened = [Facts(file, threads=threads) for file in kept]
@@ -267,7 +271,7 @@ def count_alike(files: Sequence[FactsFile], threads: int | None = None) -> dict[
 
 def _with_own_shards(files: Sequence[FactsFile]) -> tuple[list[FactsFile], list[str]]:
     kept: list[FactsFile] = []
-    for file in sorted(files, key=lambda one: -len(one.shards)):  # stable: of equal ones the first
+    for file in sorted(files, key=lambda one: -len(one.shards)):  # stable: first of equals stays
         if not file.shards or not any(file.shards <= other.shards for other in kept):
             kept.append(file)
     names = {file.name for file in kept}
@@ -276,14 +280,14 @@ def _with_own_shards(files: Sequence[FactsFile]) -> tuple[list[FactsFile], list[
 
 
 def _alike(opened: Sequence[Facts], where: str, media: str) -> dict[str, Any]:
-    """Return the groups among some rows; `media` is the expression of the file's number."""
+    """Return the groups among the rows that match; `media` is the SQL of the file's number."""
     query = f"SELECT fingerprint FROM facts WHERE {where}"
     whole = np.concatenate(
         [np.zeros(0, np.uint64), *(facts.columns(query)["fingerprint"] for facts in opened)]
     )
     whole.sort()
     again = np.flatnonzero(whole[1:] == whole[:-1])
-    # Neighbours of neighbours are one group.
+    # A run of equal neighbours is one group.
     first = np.flatnonzero(np.diff(again, prepend=-2) > 1)
     copies = np.diff(first, append=again.size) + 1
     doubled = whole[again[first]]
@@ -308,9 +312,9 @@ def _alike(opened: Sequence[Facts], where: str, media: str) -> dict[str, Any]:
 
 
 def _largest(values: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """Return where the largest stand, those first; of equal ones the first."""
+    """Return the indices of the largest values, descending; ties in their original order."""
     if values.size > count:
-        # All that may be among them; the sort below is of few then.
+        # Preselect all candidates, so that the sort below is of few values.
         least = np.partition(values, values.size - count)[values.size - count]
         chosen = np.flatnonzero(values >= least)
     else:
@@ -321,7 +325,7 @@ def _largest(values: NDArray[np.int64], count: int) -> NDArray[np.int64]:
 def _places(
     opened: Sequence[Facts], where: str, media: str, wanted: NDArray[np.uint64]
 ) -> dict[int, list[dict[str, Any]]]:
-    """Return source, sample and number of the file (-1 for samples) of the copies in each group."""
+    """Return source, sample and file number (-1 for samples) of the copies in each group."""
     found: dict[int, list[dict[str, Any]]] = {int(one): [] for one in wanted}
     for facts in opened:
         rows = facts.members(f"fingerprint, sample, {media} AS media", where, wanted)
@@ -341,7 +345,7 @@ def _places(
     return found
 
 
-# Two versions -----------------------------------------------------------------------------------
+# Comparison of two versions ---------------------------------------------------------------------
 
 _FIGURES = ("samples", "items", "tokens", "text_tokens", "media_tokens", "bytes")
 
@@ -352,18 +356,18 @@ def compare(
     counted: tuple[Counted, Counted] | None = None,
     threads: int | None = None,
 ) -> dict[str, Any]:
-    """Tell what differs between two versions of a source, or two sources.
+    """Return the differences between two versions of a source, or two sources.
 
     Args:
-        new, old: their facts, of the same limits.
-        counted: of both in this order, if they were counted already.
-        threads: of DuckDB; None: one a core.
+        new, old: facts with the same limits.
+        counted: statistics of (new, old) if already computed.
+        threads: DuckDB threads; None for one per core.
 
     Returns:
-        new, old: names; figures: name -> [old, new]; keys: samples and tokens that were added and
-        removed, samples that changed (another document or medium under the same key), that were
-        recounted (the same bytes, other tokens) and that are the same, and `examples` of their
-        keys; drift: measure -> {psi, distance, old, new (a spread each)}, or None.
+        new, old: names; figures: name -> [old, new]; keys: samples and tokens that were added or
+        removed, samples that changed (another document or media file under the same key), were
+        recounted (same bytes, other token counts) or are the same, and `examples` of their keys;
+        drift: measure -> {psi, distance, old, new (a spread each)}, or None.
 
     Raises:
         ValueError: their limits differ.

@@ -1,7 +1,7 @@
-"""Distributions kept as how often each value occurs: percentiles, heavy tails, drift. Pure.
+"""Distributions stored as value counts: percentiles, heavy tails, drift. Pure functions.
 
-Counts of values add up over sources, take as much room as there are different values, and give the
-same figures as the values themselves: `inspect.stats.spread` is the plain twin of `spread_of`.
+Value counts can be added over sources, take memory only per distinct value, and give the same
+results as the values themselves: `inspect.stats.spread` is the reference for `spread_of`.
 """
 
 import math
@@ -14,21 +14,21 @@ from numpy.typing import ArrayLike, NDArray
 from data_pipeline.inspect.stats import PERCENTILES, binned
 
 TAILS = (0.001, 0.01, 0.1)
-"""Shares of the largest ones, of whose part in the sum `tail` tells."""
+"""Shares of the largest values whose part of the sum `tail` reports."""
 
-# Added to each bin of a PSI, or one that is empty on one side alone would make it infinite.
+# Added to each bin of a PSI; a bin that is empty on one side only would make it infinite.
 _PSEUDO_COUNT = 0.5
 
 
 class ValueCounts(NamedTuple):
-    """How often integers occur: values int64 [v], ascending, each once; counts int64 [v]."""
+    """Counts of integers: values int64 [v], ascending and unique; counts int64 [v]."""
 
     values: NDArray[np.int64]
     counts: NDArray[np.int64]
 
     @property
     def total(self) -> int:
-        """How many there are."""
+        """Total number of integers."""
         return int(self.counts.sum())
 
 
@@ -39,7 +39,7 @@ def counted(values: ArrayLike) -> ValueCounts:
 
 
 def merged(parts: Iterable[ValueCounts]) -> ValueCounts:
-    """Return the counts of several together."""
+    """Return the sum of several value counts."""
     found = list(parts)
     values = np.concatenate([np.zeros(0, np.int64), *(part.values for part in found)])
     counts = np.concatenate([np.zeros(0, np.int64), *(part.counts for part in found)])
@@ -51,7 +51,7 @@ def merged(parts: Iterable[ValueCounts]) -> ValueCounts:
 def spread_of(
     found: ValueCounts, bins_per_octave: int | None = None, unit: float = 1
 ) -> dict[str, Any]:
-    """Return what `stats.spread` returns for the values divided by `unit`."""
+    """Return `stats.spread` of the values divided by `unit`."""
     total = found.total
     if not total:
         return {"count": 0}
@@ -62,7 +62,7 @@ def spread_of(
         values[np.searchsorted(last, np.minimum(at, total - 1), side="right")]
         for at in (below, below + 1)
     )
-    # As numpy interpolates: from the nearer side, so that neither end is missed by a rounding.
+    # Interpolate from the nearer side, as numpy does, so that both ends are exact.
     part, step = place - below, high - low
     at = np.where(part < 0.5, low + step * part, high - step * (1 - part)).tolist()
     spread: dict[str, Any] = {
@@ -83,12 +83,12 @@ def weighted_sum(found: ValueCounts) -> int:
 
 
 def tail(found: ValueCounts) -> dict[str, Any]:
-    """Return how much of the sum lies in the few largest.
+    """Return how much of the sum the largest values hold.
 
     Returns:
         count, sum; largest: for each share of `TAILS` {share, count (rounded up), sum, part (of the
-        sum)}; half: {count, share} of the fewest that hold half of the sum. Without values, or if
-        all are 0, count and sum alone.
+        sum)}; half: {count, share} of the fewest values that hold half of the sum. If there are no
+        values, or all are 0, only count and sum.
     """
     total, whole = found.total, weighted_sum(found)
     if not whole:
@@ -100,7 +100,7 @@ def tail(found: ValueCounts) -> dict[str, Any]:
         at = int(np.searchsorted(number, count))
         return int(sums[at] - (number[at] - count) * values[at])
 
-    # The value at which half is reached, and how many of it are needed.
+    # Find the value at which half of the sum is reached, and how many copies of it are needed.
     at = int(np.searchsorted(2 * sums, whole))
     short = whole - 2 * int(sums[at] - values[at] * counts[at])
     half = int(number[at] - counts[at]) + -(-short // (2 * int(values[at])))
@@ -118,13 +118,13 @@ def tail(found: ValueCounts) -> dict[str, Any]:
 
 
 def drift(one: ValueCounts, other: ValueCounts, bins_per_octave: int) -> dict[str, float] | None:
-    """Return how far two distributions are apart; None if one of them is empty.
+    """Return the drift between two distributions; None if one of them is empty.
 
     Returns:
-        psi: population stability index over the bins of `stats.histogram` and one for zeros, half
-        a count added to each; by convention below 0.1 is no drift and above 0.25 a large one.
-        distance: the largest difference of the two cumulative shares, of any value (Kolmogorov and
-        Smirnov's), from 0 to 1.
+        psi: population stability index over the bins of `stats.histogram` and a bin for zeros, with
+        half a count added to each; by convention, below 0.1 is no drift and above 0.25 is a large
+        drift. distance: Kolmogorov-Smirnov statistic, the largest difference between the two
+        cumulative distributions, from 0 to 1.
     """
     if not one.total or not other.total:
         return None

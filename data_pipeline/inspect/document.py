@@ -1,8 +1,8 @@
-"""One sample against its line in the index: its document, and each of its media files.
+"""Checks one sample against the index: its document and each of its media files.
 
-A second reading of the format, written without the code that ingests: what both agree on is what
-the format says. Everything here is a pure function of bytes and index; `inspect.verify`
-brings the bytes.
+This is a second implementation of the format, independent of the ingest code, so that an error in
+either shows as a difference. All functions are pure functions of bytes and index; `inspect.shard`
+reads the bytes.
 """
 
 import re
@@ -22,7 +22,7 @@ from moonvit3d import media
 from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO, video_chunks
 from moonvit3d.media import MediaError
 
-# Name of a shape -> its code in the index, and which counts of points it may have.
+# Name of a shape -> its code in the index, and the allowed numbers of points.
 SHAPES: dict[str, tuple[int, range]] = {
     "point": (POINT, range(1, 2)),
     "box": (BOX, range(2, 3)),
@@ -31,7 +31,7 @@ SHAPES: dict[str, tuple[int, range]] = {
 TURN_DEGREES = (0, 90, 180, 270)  # a turn has no points; the index keeps one, (degrees, 0)
 
 _FILE = re.compile(r"(0|[1-9][0-9]*)\.([a-z0-9]+)")
-# Suffix of a media file -> its kind and the format it must turn out to be.
+# Suffix of a media file -> its kind and its expected format.
 _SUFFIXES = {
     "png": (KIND_IMAGE, "PNG"),
     "jpg": (KIND_IMAGE, "JPEG"),
@@ -40,18 +40,18 @@ _SUFFIXES = {
     "mp4": (KIND_VIDEO, "MP4"),
 }
 _TOKEN_COLUMNS = ("piece_tokens", "variant_tokens")
-# Columns that only the media files themselves can tell, or that say where they lie.
+# Item columns that the document does not determine: sizes and byte ranges of the media files.
 _OF_FILES = ("frames", "height", "width", "offset", "length", "crc")
 
 
 @dataclass(frozen=True)
 class Described:
-    """What a document says of its sample.
+    """Contents of a sample's document.
 
     Attributes:
         columns: column of the index -> values of this sample; token columns only with a tokenizer.
         files: number of the media file -> its name, such as "0.png".
-        timestamps: number of a video file -> the time of each chunk.
+        timestamps: number of a video file -> the timestamp of each chunk.
     """
 
     columns: dict[str, list[Any]]
@@ -60,13 +60,13 @@ class Described:
 
 
 class _Malformed(Exception):
-    """A document that does not have the form of the format; says where."""
+    """A document violates the format; the message says where."""
 
 
 def describe(data: bytes, tokenizer: Tokenizer | None) -> Described | Fault:
-    """Return what a sample's document says, or the fault that keeps it from being read.
+    """Return the contents of a sample's document, or a fault if it cannot be read.
 
-    Tokens are counted by the index's own tokenizer; without it they are not.
+    `tokenizer` must be the index's tokenizer; with None, tokens are not counted.
     """
     try:
         document = parse_json(data, "document")
@@ -80,7 +80,7 @@ def describe(data: bytes, tokenizer: Tokenizer | None) -> Described | Fault:
 
 
 def document_faults(described: Described, index: SourceIndex, sample: int) -> list[Fault]:
-    """Compare what a document says with the index; one fault per column that differs."""
+    """Compare a document with the index; return one fault per column that differs."""
     faults = []
     for group, columns in GROUPS.items():
         pointer = getattr(index, f"{group}_ptr")
@@ -100,7 +100,7 @@ def document_faults(described: Described, index: SourceIndex, sample: int) -> li
 def _difference(column: str, found: np.ndarray, expected: np.ndarray) -> str | None:
     if len(found) != len(expected):
         return f"{column}: {len(found)} entries in the document, {len(expected)} in the index"
-    # NaN is no coordinate; it differs from everything and so is told, too.
+    # NaN is not a valid coordinate; it differs from everything and so is reported too.
     places = np.flatnonzero(found != expected)
     if not places.size:
         return None
@@ -110,7 +110,7 @@ def _difference(column: str, found: np.ndarray, expected: np.ndarray) -> str | N
 
 
 class _Reader:
-    """Goes through the segments of one document and fills the columns of the index."""
+    """Reads the segments of one document and fills the columns of the index."""
 
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
@@ -125,7 +125,7 @@ class _Reader:
         self._regions: list[tuple[str, int]] = []  # (where, number of its media file)
 
     def read(self, segments: Sequence[Any]) -> Described:
-        """All segments of a document in order."""
+        """Read all segments of a document, in order."""
         kinds = {"text": self._text, "image": self._image, "video": self._video,
                  "region": self._region}  # fmt: skip
         for number, segment in enumerate(segments):
@@ -137,7 +137,7 @@ class _Reader:
         files = sorted(self._found.files)
         if files != list(range(len(files))):
             raise _Malformed(f"media files are numbered {files}, expected 0 ... {len(files) - 1}")
-        # Last, because a region may come before its picture.
+        # This comes last because a region may precede its image.
         self._put(region_item=[self._item_of(*region) for region in self._regions])
         return self._found
 
@@ -204,7 +204,7 @@ class _Reader:
         return number
 
     def _item_of(self, where: str, number: int) -> int:
-        """Which item of the sample a media file is."""
+        """Return the item number, within the sample, of an image file."""
         name = self._found.files.get(number)
         if name is None or number in self._found.timestamps:
             raise _Malformed(f"{where}: media is {number}, which is no image of this sample")
@@ -260,15 +260,15 @@ def media_faults(
     *,
     decode_all: bool,
 ) -> list[Fault]:
-    """Compare a media file with the items the index makes of it.
+    """Compare a media file with its items in the index.
 
     Args:
         data: the whole file.
-        index: of the source.
-        items: lines of the item columns that lie in this file.
-        suffix: of the file's name in the shard.
-        timestamps: of a video's chunks by the document, where it could be read.
-        decode_all: decode every picture; otherwise headers are read alone.
+        index: index of the source.
+        items: rows of this file in the item columns.
+        suffix: suffix of the file's name in the shard.
+        timestamps: timestamps of a video's chunks in the document; None if it could not be read.
+        decode_all: True to decode every image and frame; otherwise only headers are read.
     """
     kind = int(index.item_kind[items[0]])
     try:

@@ -1,7 +1,7 @@
-"""Media files and samples that stand in the sources more than once, byte for byte.
+"""Finds media files and samples that occur more than once in the sources, byte for byte.
 
-Length and CRC-32 are in the index, so only what agrees in both is read, and its SHA-256 decides. A
-sample is a duplicate if its document and all of its media are; keys do not count.
+Length and CRC-32 are in the index, so only files that agree in both are read, and their SHA-256
+decides. A sample is a duplicate if its document and all of its media are; keys are ignored.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ _WORD = 32
 
 
 class Place(NamedTuple):
-    """Where a copy lies; `media` is the number of the file in its sample, -1 for whole samples."""
+    """Location of a copy; `media` is the file's number in its sample, -1 for whole samples."""
 
     source: str
     sample: str
@@ -32,7 +32,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """Equal media files, or equal samples: their SHA-256 (hex), the bytes of one, all places."""
+    """Equal media files or samples: their SHA-256 (hex), the bytes of one copy, all locations."""
 
     sha256: str
     bytes: int
@@ -40,17 +40,17 @@ class Group:
 
     @property
     def redundant_bytes(self) -> int:
-        """Bytes that all copies but one take."""
+        """Bytes of all copies after the first."""
         return self.bytes * (len(self.places) - 1)
 
 
 @dataclass(frozen=True)
 class Duplicates:
-    """Groups of two or more, those that take most space first.
+    """Groups of two or more copies, sorted by redundant bytes, largest first.
 
     Attributes:
         media: equal files. samples: equal samples.
-        left_out: sources not looked at, because all of their shards are those of another one.
+        left_out: sources that were skipped because other sources have all of their shards.
     """
 
     media: tuple[Group, ...]
@@ -58,8 +58,11 @@ class Duplicates:
     left_out: tuple[str, ...] = ()
 
     def as_dict(self, listed: int = 50) -> dict[str, Any]:
-        """For JSON: per kind the number of groups, of copies beyond the first of each and their
-        bytes, and the largest groups; and the sources left out."""
+        """Return the groups as JSON data, with at most `listed` groups and places per group.
+
+        Per kind: the number of groups, the copies after the first and their bytes, and the largest
+        groups. The skipped sources are in `left_out`.
+        """
         kinds = {
             kind: {
                 "groups": len(groups),
@@ -81,7 +84,7 @@ class Duplicates:
 
 
 class _Candidate(NamedTuple):
-    """A media file or a sample that may have an equal: its source's number and its line there."""
+    """A media file or sample that may have a duplicate: number of its source, and its row there."""
 
     source: int
     line: int
@@ -93,13 +96,13 @@ def find_duplicates(
     threads: int = 8,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Duplicates:
-    """Look for equal media files and equal samples, within sources and across them.
+    """Find equal media files and equal samples, within and across sources.
 
     `progress` is called with (bytes read, bytes to read).
 
     Raises:
-        StoreError: what the index names cannot be read.
-        IndexMismatch: or is not what the index says.
+        StoreError: a shard cannot be read.
+        IndexMismatch: a shard does not match the index.
     """
     indices, left_out = _with_own_shards(indices)
     files = [np.flatnonzero(index.item_chunk == 0) for index in indices]
@@ -128,7 +131,7 @@ def find_duplicates(
 def _with_own_shards(
     indices: Sequence[SourceIndex],
 ) -> tuple[list[SourceIndex], tuple[str, ...]]:
-    """Leave out sources that only count another one's shards anew: no byte of them is a copy."""
+    """Skip sources that only reindex shards of earlier sources; their bytes are not copies."""
     kept: list[SourceIndex] = []
     seen: set[str] = set()
     for index in indices:
@@ -140,12 +143,15 @@ def _with_own_shards(
 
 
 def file_fingerprint(length: NDArray[np.int64], crc: NDArray[np.uint32]) -> NDArray[np.uint64]:
-    """Return uint64 [n], equal where files agree in length and CRC-32."""
+    """Return uint64 [n], equal for files that agree in length and CRC-32."""
     return (length.astype(np.uint64) << np.uint64(_WORD)) ^ crc.astype(np.uint64)
 
 
 def sample_fingerprint(index: SourceIndex) -> NDArray[np.uint64]:
-    """Return uint64 [N], equal where documents, and media in any order, agree in length and CRC."""
+    """Return uint64 [N], equal for samples whose document and media agree in length and CRC-32.
+
+    The order of the media is ignored.
+    """
     media = mix(file_fingerprint(index.item_length, index.item_crc)).astype(np.int64)
     with np.errstate(over="ignore"):
         own = row_sums(media, index.item_ptr).astype(np.uint64)
@@ -153,7 +159,7 @@ def sample_fingerprint(index: SourceIndex) -> NDArray[np.uint64]:
 
 
 def _candidates(keys: Sequence[NDArray[np.uint64]]) -> list[_Candidate]:
-    """Lines whose key another line has too, in order."""
+    """Return the rows whose key occurs more than once, in order."""
     together = np.concatenate([np.zeros(0, np.uint64), *keys])
     _, inverse, counts = np.unique(together, return_inverse=True, return_counts=True)
     source = np.repeat(np.arange(len(keys)), [len(key) for key in keys])
@@ -165,7 +171,7 @@ def _candidates(keys: Sequence[NDArray[np.uint64]]) -> list[_Candidate]:
 def _hashes(
     store: Store, parts: Sequence[Part], threads: int, progress: Callable[[int], None]
 ) -> list[str]:
-    """SHA-256 (hex) of some parts; neighbours are read together, a batch at a time."""
+    """Return the SHA-256 (hex) of parts; neighbours are read together, batch by batch."""
     found = [""] * len(parts)
     batch: list[int] = []
     done = size = 0
@@ -186,9 +192,10 @@ def _hashes(
 def _sample_hash(
     index: SourceIndex, sample: _Candidate, document: str, of_media: dict[_Candidate, str]
 ) -> str:
-    """SHA-256 over those of the document and the media files in order.
+    """Return the SHA-256 over the hashes of the document and the media files, in order.
 
-    A file without one has no equal, so the sample has none either: its key makes it unique.
+    A file without a hash has no duplicate, so the sample has none; its number makes the hash
+    unique.
     """
     digest = hashlib.sha256(document.encode())
     for item in range(int(index.item_ptr[sample.line]), int(index.item_ptr[sample.line + 1])):

@@ -1,10 +1,10 @@
-"""What there is to count of a source, as one flat Parquet file: a row per sample and per item.
+"""Facts of a source: one flat Parquet file for statistics, with a row per sample and per item.
 
-Sizes in tokens are those of `plan.layout`, under given patch limits, so they are the loader's own;
-who reads the file need not know a rule of theirs. It is a function of the source's content and the
-limits alone: FOLDER/CONTENT_HASH/IMAGE-FRAME-SIDE/facts.parquet, written once, in parts that fit
-any memory. Rows of samples and rows of items lie in row groups of their own, so that a reader of
-one kind passes over the other.
+Token counts come from `plan.layout` under given patch limits, so they equal the loader's, and
+readers of the file need not know the rules. The file depends only on the source's content and the
+limits: FOLDER/CONTENT_HASH/IMAGE-FRAME-SIDE/facts.parquet. It is written once, in parts of bounded
+memory. Sample rows and item rows are in separate row groups, so that a reader of one kind skips the
+other.
 """
 
 import json
@@ -31,14 +31,14 @@ from data_pipeline.store.open import Store
 from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO, PatchLimits
 
 SCHEMA = "kimi-pretrain/facts/1"
-"""Changes with the columns, and with the rules by which tokens are counted."""
+"""Version; changes with the columns and with the rules for counting tokens."""
 
 FILE = "facts.parquet"
 SAMPLE, IMAGE, CHUNK = 0, 1, 2
-"""Column `kind`: what a row is of."""
+"""Values of the column `kind`: the kind of a row."""
 
 REGIONS = ("points", "boxes", "polygons", "turns")  # in the order of `augment.regions`
-_ABOUT = b"facts"  # key of the file's metadata
+_ABOUT = b"facts"  # key in the file's metadata
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 _KEYS = {"kind": pa.int8(), "sample": pa.int64(), "tokens": pa.int64(), "fingerprint": pa.uint64()}
@@ -58,21 +58,21 @@ ITEM_FACTS: dict[str, pa.DataType] = {
     "scaled_down": pa.bool_(),
 }
 COLUMNS = pa.schema(list((_KEYS | SAMPLE_FACTS | ITEM_FACTS).items()))
-"""`tokens` of a sample are all that it has, of an item its media pads. `bytes` and `fingerprint` of
-an item are those of its file, and stand at the first chunk of a video alone. The upper half of a
-`fingerprint` are bytes, the lower a checksum: of a file its CRC-32, of a sample one over lengths
-and CRC-32s of its document and files."""
+"""`tokens` of a sample are all of its tokens, of an item only its media pads. `bytes` and
+`fingerprint` of an item are those of its file, null except at the first chunk of a video. The upper
+half of a `fingerprint` is the number of bytes, the lower half a checksum: for a file its CRC-32,
+for a sample a hash of the lengths and CRC-32s of its document and files."""
 
 
 class FactsFile(NamedTuple):
-    """A source's facts: where they lie, and what is known of it beside its rows.
+    """A facts file and the attributes of its source.
 
     Attributes:
-        path: of the file.
+        path: path of the file.
         about: schema, category, content_hash, tokenizer_hash, limits; numbers of samples, items and
-            shards, and bytes of those.
-        name, tokenizer: of the source and of its tokenizer; the content does not know them.
-        shards: SHA-256 (hex) of its shards.
+            shards; bytes of the shards.
+        name, tokenizer: names of the source and of its tokenizer, which are not part of the file.
+        shards: SHA-256 (hex) of the source's shards.
     """
 
     path: Path
@@ -83,10 +83,10 @@ class FactsFile(NamedTuple):
 
 
 def facts_path(folder: Path, content_hash: str, limits: PatchLimits) -> Path:
-    """Return where the facts of a content under some limits lie.
+    """Return the path of the facts of a content hash under some limits.
 
     Raises:
-        IndexMismatch: the hash, which is a stranger's, is no plain name of a folder.
+        IndexMismatch: the untrusted hash is not 64 hexadecimal digits.
     """
     if not isinstance(content_hash, str) or not _HASH.fullmatch(content_hash):
         raise IndexMismatch(f"content_hash is {content_hash!r:.80}, expected hexadecimal digits")
@@ -100,20 +100,20 @@ def write_facts(
     folder: Path,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[FactsFile, bool]:
-    """Write the facts of a source, unless they are there.
+    """Write the facts of a source unless they exist.
 
     Args:
-        store: where it lies.
-        name: of the source.
-        limits: how far pictures are scaled down, which fixes their tokens.
-        folder: of all facts; one that several machines share will do.
-        progress: called with (samples done, samples in all).
+        store: root that holds the source.
+        name: name of the source.
+        limits: patch limits, which determine the tokens of images and frames.
+        folder: folder of all facts; several machines may share it.
+        progress: called with (samples done, total samples).
 
     Returns:
-        The facts, and whether they were written now.
+        The facts, and True if this call wrote them.
 
     Raises:
-        MissingKey, IndexMismatch, ValueError: as `read_index`; nothing is left behind.
+        MissingKey, IndexMismatch, ValueError: as for `read_index`; no files are left behind.
         OSError: the folder cannot be written.
     """
     manifest = read_manifest(store, name)
@@ -124,8 +124,8 @@ def write_facts(
     if _known(path) == about:
         return file, False
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Of this writer alone: two that write the same facts do not meet, and the later one replaces
-    # equal rows.
+    # Temporary files are unique per writer, so concurrent writers of the same facts do not
+    # conflict; the last one replaces equal rows.
     mark = f"{os.getpid()}-{secrets.token_hex(4)}"
     copy, unfinished = (path.with_name(f".{kind}-{mark}") for kind in ("index", "facts"))
     try:
@@ -138,7 +138,7 @@ def write_facts(
 
 
 def _about(manifest: dict[str, Any], limits: PatchLimits) -> dict[str, Any]:
-    """Return what stands in the file's metadata; no name of the source is in it, nor a place."""
+    """Return the file's metadata, which contains no name or location of the source."""
     shards = manifest["shards"]
     return {
         "schema": SCHEMA,
@@ -154,11 +154,11 @@ def _about(manifest: dict[str, Any], limits: PatchLimits) -> dict[str, Any]:
 
 
 def _known(path: Path) -> dict[str, Any] | None:
-    """Return what facts that are there are of; None if there are none, or none that can be read."""
+    """Return the metadata of existing facts; None if there is no readable file."""
     try:
         found = (pq.read_schema(path).metadata or {}).get(_ABOUT)
         return None if found is None else json.loads(found)
-    except (FileNotFoundError, pa.ArrowInvalid):  # a file that broke off is written again
+    except (FileNotFoundError, pa.ArrowInvalid):  # a truncated file is written again
         return None
 
 
@@ -183,7 +183,7 @@ def _write(
     expect(f"{store.uri}/{name}", "samples", done, about["samples"])
 
 
-# Dictionaries cost time for columns whose values hardly repeat, and save none of their bytes.
+# Dictionary encoding costs time and saves no bytes for columns whose values rarely repeat.
 _PLAIN = ("sample", "fingerprint", "key", "bytes", "json_bytes", "media_bytes")
 _ENCODING: dict[str, Any] = {
     "compression": "zstd",
@@ -194,11 +194,11 @@ _ENCODING: dict[str, Any] = {
 
 
 def facts_of(index: SourceIndex, limits: PatchLimits, first: int = 0) -> tuple[pa.Table, pa.Table]:
-    """Return the rows of an index's samples, and those of its items.
+    """Return the sample rows and the item rows of an index.
 
     Args:
-        index: of a source, or of a part of its samples.
-        limits: how far pictures are scaled down.
+        index: index of a source or of a part of its samples.
+        limits: patch limits.
         first: number of the part's first sample in its source.
     """
     number = np.arange(index.num_samples)
@@ -240,7 +240,7 @@ def _sample_columns(index: SourceIndex, sizes: Layout) -> dict[str, Any]:
 
 
 def _half(index: SourceIndex) -> NDArray[np.uint32]:
-    """Return 32 bits of each sample's fingerprint, as many as a CRC-32 has."""
+    """Return each sample's fingerprint folded to 32 bits, the width of a CRC-32."""
     whole = sample_fingerprint(index)
     return (whole ^ (whole >> np.uint64(32))).astype(np.uint32)
 
@@ -264,7 +264,7 @@ def _item_columns(index: SourceIndex, sizes: Layout, first: int) -> dict[str, An
 
 
 def _rows(own: dict[str, pa.DataType], columns: dict[str, NDArray[Any] | pa.Array]) -> pa.Table:
-    """Return columns as rows of the file; those of the other kind of rows are null."""
+    """Return columns as rows of the file; columns of the other row kind are null."""
     rows = len(columns["sample"])
     arrays = [
         _array(columns[field.name], field.type)

@@ -1,7 +1,7 @@
-"""Finds samples of a source by their facts, a page at a time, however large it is.
+"""Searches the samples of a source by their facts, page by page, for sources of any size.
 
-A search looks through a stretch of the source at once and says where the next one goes on. So each
-takes the same bounded time, also where nothing is found for a long way.
+A search scans a bounded stretch of the source and returns the position where the next search
+continues. So every search takes bounded time, even if nothing matches.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from data_pipeline.inspect.query import ITEMS, SAMPLES, Facts
 
 STRETCH = 1 << 19
-"""Samples that a search looks through."""
+"""Maximum samples that a search scans."""
 
 HOLDS = {
     "": "TRUE",
@@ -24,7 +24,7 @@ HOLDS = {
     "polygons": "polygons > 0",
     "variants": "variants > 0",
 }
-"""Name of what samples may hold -> the condition."""
+"""Name of a content filter -> its SQL condition."""
 
 _SIZE = "json_bytes + media_bytes"
 _COLUMNS = f"sample, key, tokens, items, images, videos, {_SIZE} AS size"
@@ -32,13 +32,13 @@ _COLUMNS = f"sample, key, tokens, items, images, videos, {_SIZE} AS size"
 
 @dataclass(frozen=True)
 class Wanted:
-    """What samples must be like; None and "" ask for nothing.
+    """Search criteria for samples; None and "" are no restriction.
 
     Attributes:
-        key: their key has this in it, in upper or lower case.
-        holds: of `HOLDS`.
-        tokens_from, tokens_to, bytes_from, bytes_to, items_from, items_to: least and most.
-        side_from, side_to: pixels of the longer side of one of their items.
+        key: substring of the key, case-insensitive.
+        holds: a key of `HOLDS`.
+        tokens_from, tokens_to, bytes_from, bytes_to, items_from, items_to: minimum and maximum.
+        side_from, side_to: minimum and maximum pixels of the longer side of one of the items.
     """
 
     key: str = ""
@@ -54,13 +54,13 @@ class Wanted:
 
     @property
     def asks(self) -> dict[str, Any]:
-        """Return what is asked for, by its name."""
+        """The criteria that are set, by name."""
         every = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: value for name, value in every.items() if value not in (None, "")}
 
 
 class Found(NamedTuple):
-    """A sample: its number in the source, key, tokens, items, images, videos, and bytes."""
+    """A sample: number in the source, key, tokens, items, images, videos, and bytes."""
 
     sample: int
     key: str
@@ -72,18 +72,18 @@ class Found(NamedTuple):
 
 
 class Page(NamedTuple):
-    """Samples in the order that was asked for, and where to go on: None at the end."""
+    """Matching samples in order, and the sample to continue from; None at the end."""
 
     samples: list[Found]
     after: int | None
 
 
 def find(facts: Facts, wanted: Wanted, first: int = 0, count: int = 60) -> Page:
-    """Return the first samples that are as wanted, from one on, of a stretch of the source.
+    """Return up to `count` matching samples of the stretch that starts at sample `first`.
 
     Raises:
-        ValueError: `wanted.holds` is not known.
-        FactsError: as `Facts`.
+        ValueError: `wanted.holds` is unknown.
+        FactsError: as for `Facts`.
     """
     total = facts.file.about["samples"]
     end = min(first + STRETCH, total)
@@ -97,7 +97,7 @@ def find(facts: Facts, wanted: Wanted, first: int = 0, count: int = 60) -> Page:
 
 
 def longest(facts: Facts, wanted: Wanted, count: int = 60) -> list[Found]:
-    """Return the samples with most tokens among all that are as wanted."""
+    """Return the matching samples with the most tokens."""
     where, values = _where(wanted, 0, facts.file.about["samples"])
     top = facts.rows(
         f"SELECT sample FROM facts WHERE {where} ORDER BY tokens DESC, sample LIMIT {int(count)}",
@@ -111,7 +111,7 @@ def longest(facts: Facts, wanted: Wanted, count: int = 60) -> list[Found]:
 
 
 def count(facts: Facts, wanted: Wanted) -> int:
-    """Return how many samples of the source are as wanted."""
+    """Return the number of matching samples in the source."""
     if not wanted.asks:
         return facts.file.about["samples"]
     where, values = _where(wanted, 0, facts.file.about["samples"])
@@ -120,16 +120,16 @@ def count(facts: Facts, wanted: Wanted) -> int:
 
 
 def number_of(facts: Facts, key: str) -> int | None:
-    """Return the number of the sample of a key; None if there is none."""
+    """Return the number of the sample with this key, or None."""
     rows = facts.rows(f"SELECT sample FROM facts WHERE {SAMPLES} AND key = ? LIMIT 1", [key])
     return int(rows[0][0]) if rows else None
 
 
 def _where(wanted: Wanted, first: int, end: int) -> tuple[str, list[Any]]:
-    """Return the condition on rows of samples, and its values."""
+    """Return the SQL condition on rows of samples, and its parameters."""
     if wanted.holds not in HOLDS:
         raise ValueError(f"holds is {wanted.holds!r}; expected one of {', '.join(HOLDS)}")
-    # Numbers in the text itself let DuckDB pass over row groups by their statistics.
+    # Literal numbers let DuckDB skip row groups by their statistics.
     stretch = f"sample >= {int(first)} AND sample < {int(end)}"
     parts, values = [SAMPLES, stretch, HOLDS[wanted.holds]], list[Any]()
     if wanted.key:

@@ -1,4 +1,4 @@
-"""What can be wrong with an index by itself, told without reading a shard."""
+"""Checks of an index that need no shard."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ _KEYS_AT_ONCE = 1 << 16
 
 
 def index_problems(index: SourceIndex) -> list[Problem]:
-    """Keys that are not allowed or stand twice, counts that differ, regions outside pictures."""
+    """Return the problems of an index: invalid or repeated keys, wrong counts, invalid regions."""
     found = [Problem(index.name, "key", detail, sample=key) for key, detail in _key_faults(index)]
     counts = np.bincount(index.shard, minlength=len(index.shards))
     for info, count in zip(index.shards, counts.tolist(), strict=True):
@@ -45,7 +45,7 @@ def _key_faults(index: SourceIndex) -> Iterator[tuple[str, str]]:
 
 
 def _region_faults(index: SourceIndex) -> Iterator[tuple[int, str]]:
-    """(sample, what is wrong) of each region that is no such shape or leaves its picture."""
+    """Yield (sample, message) of each region with an invalid shape, item or position."""
     sample = np.repeat(np.arange(index.num_samples), np.diff(index.region_ptr))
     items = np.diff(index.item_ptr)[sample]
     placed = (index.region_item >= 0) & (index.region_item < items)
@@ -53,7 +53,7 @@ def _region_faults(index: SourceIndex) -> Iterator[tuple[int, str]]:
     counts = index.region_points.astype(np.int64)
     first = np.cumsum(counts) - counts
     region = np.repeat(np.arange(len(sample)), counts)  # of each point
-    # A region without an item must not ask for the size of one: there may be none at all.
+    # A region without a valid item must not index the sizes, which may be empty.
     sizes = [np.append(column, 0) for column in (index.item_width, index.item_height)]
     width, height = (size[np.where(placed, line, -1)] for size in sizes)
     outside = _outside(index.point_x, width[region]) | _outside(index.point_y, height[region])
@@ -74,13 +74,16 @@ def _region_faults(index: SourceIndex) -> Iterator[tuple[int, str]]:
 
 
 def _outside(values: NDArray[np.float32], size: NDArray[np.int32]) -> NDArray[np.bool_]:
-    return ~((values >= -_EPSILON) & (values <= size + _EPSILON))  # True for NaN, too
+    return ~((values >= -_EPSILON) & (values <= size + _EPSILON))  # True for NaN too
 
 
 def _odd_shapes(
     index: SourceIndex, counts: NDArray[np.int64], first: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """Regions with a number of points that their shape has not, boxes not in order, odd turns."""
+    """Return bool [R], True for regions with an unknown shape or wrong points.
+
+    Wrong points are a wrong number of points, unordered box corners, or an invalid turn angle.
+    """
     right = np.zeros(len(counts), np.bool_)
     shape, x, y = index.region_shape, index.point_x, index.point_y
     for code, allowed in SHAPES.values():

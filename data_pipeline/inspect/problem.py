@@ -1,10 +1,10 @@
-"""What can be wrong with a source, and how it is told."""
+"""Source defects and their messages."""
 
 import json
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# What a problem may be of, in the order in which reports list them.
+# Kind of a problem -> its description, in the order of reports.
 KINDS = {
     "index": "the index cannot be read, or is not the one its manifest names",
     "tokenizer": "the index was made with another tokenizer than the one given",
@@ -25,7 +25,7 @@ KINDS = {
 
 
 class Fault(NamedTuple):
-    """What is wrong: a kind to count by, and what was found and expected."""
+    """A defect without its location: a kind, and the found and expected values."""
 
     kind: str
     detail: str
@@ -33,8 +33,10 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong. `kind` is one of `KINDS`; shard and sample are "" where it is of
-    the whole source or shard."""
+    """A defect of a source; `kind` is one of `KINDS`.
+
+    `shard` and `sample` are "" if the defect concerns the whole source or shard.
+    """
 
     source: str
     kind: str
@@ -43,5 +45,5 @@ class Problem:
     sample: str = ""
 
     def as_json(self) -> str:
-        """One line of a report."""
+        """Return the problem as one JSON line of a report."""
         return json.dumps(vars(self), ensure_ascii=False)

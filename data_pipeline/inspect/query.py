@@ -1,7 +1,7 @@
-"""Asks the facts of a source by DuckDB; the one file that knows it.
+"""Queries the facts of a source with DuckDB; only this module uses DuckDB.
 
-Each question is one pass over a few columns of the file. A connection may read its one file and
-nothing else, of the machine or the network, and can no longer be told otherwise.
+Each query is one pass over a few columns of the file. A connection can read only its facts files,
+no other file and no network, and its configuration is locked.
 """
 
 import threading
@@ -27,17 +27,17 @@ MEMORY = "1GB"
 
 
 class FactsError(ValueError):
-    """The facts cannot be read; the message names the file and what to do."""
+    """The facts cannot be read; the message names the file and the remedy."""
 
 
 class Facts:
-    """The facts of one source, open for questions, from any thread.
+    """The facts of one source, open for queries from any thread.
 
     Args:
-        file: as `write_facts` returned it.
-        other: the facts of another source, as table `other`.
-        threads: of DuckDB; None: one a core.
-        memory: that DuckDB may use; beyond it it writes to disk, beside the facts.
+        file: facts file from `write_facts`.
+        other: facts of another source, available as table `other`.
+        threads: DuckDB threads; None for one per core.
+        memory: DuckDB's memory limit; above it DuckDB spills to disk, next to the facts.
 
     Raises:
         FactsError: a file cannot be read.
@@ -58,7 +58,7 @@ class Facts:
             "autoinstall_known_extensions = false",
             "autoload_known_extensions = false",
             f"memory_limit = '{memory}'",
-            "enable_external_file_cache = false",  # the page cache has the file; this counts
+            "enable_external_file_cache = false",  # it counts toward the limit
             f"temp_directory = {_quoted(file.path.parent / '.spill')}",
             *(() if threads is None else (f"threads = {threads}",)),
             f"allowed_paths = [{allowed}]",
@@ -76,11 +76,11 @@ class Facts:
         self.close()
 
     def close(self) -> None:
-        """Give memory and file back."""
+        """Release the memory and the file."""
         self._connection.close()
 
     def columns(self, query: str, values: Sequence[object] = ()) -> dict[str, NDArray[Any]]:
-        """Return the columns of a query's result, which has no nulls."""
+        """Return the columns of a query's result, which must not contain nulls."""
         return self._run(query, values, "fetchnumpy")
 
     def rows(self, query: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
@@ -88,13 +88,13 @@ class Facts:
         return self._run(query, values, "fetchall")
 
     def sums(self, columns: Sequence[str], where: str) -> dict[str, int]:
-        """Return the number of rows, and the sum of each column, or expression, over them."""
+        """Return the number of rows that match, and the sum of each column or expression."""
         parts = ", ".join(f"coalesce(sum({column}), 0)::BIGINT" for column in columns)
         (row,) = self.rows(f"SELECT count(*), {parts} FROM facts WHERE {where}")
         return dict(zip(("rows", *columns), row, strict=True))
 
     def counted(self, column: str, where: str, table: str = "facts") -> ValueCounts:
-        """Return how often each value of an integer column, or expression, occurs."""
+        """Return the counts of each value of an integer column or expression."""
         found = self.columns(
             f"SELECT {column} AS value, count(*) AS n FROM {table} WHERE {where} "
             "GROUP BY value ORDER BY value"
@@ -102,10 +102,10 @@ class Facts:
         return ValueCounts(found["value"].astype(np.int64), found["n"].astype(np.int64))
 
     def keys(self, samples: Sequence[int]) -> dict[int, str]:
-        """Return the keys of samples, by their numbers."""
+        """Return a map from sample numbers to keys."""
         if not samples:
             return {}
-        # Numbers that stand in the query themselves let DuckDB pass over most of the file.
+        # Literal numbers in the query let DuckDB skip most of the file.
         numbers = ", ".join(str(int(sample)) for sample in samples)
         return dict(
             self.rows(f"SELECT sample, key FROM facts WHERE {SAMPLES} AND sample IN ({numbers})")
@@ -114,7 +114,7 @@ class Facts:
     def members(
         self, columns: str, where: str, fingerprints: NDArray[np.uint64]
     ) -> dict[str, NDArray[Any]]:
-        """Return columns of the rows whose fingerprint is one of those given."""
+        """Return columns of the rows whose fingerprint is in `fingerprints`."""
         query = f"SELECT {columns} FROM facts SEMI JOIN wanted USING (fingerprint) WHERE {where}"
         return self._run(query, (), "fetchnumpy", pa.table({"fingerprint": fingerprints}))
 
@@ -125,7 +125,7 @@ class Facts:
         fetch: str = "fetchall",
         wanted: pa.Table | None = None,
     ) -> Any:
-        # A result that is open owns its connection: each question has a cursor of its own.
+        # An open result occupies its connection, so each query uses a separate cursor.
         with self._lock:
             cursor = self._connection.cursor()
         try:
@@ -156,5 +156,5 @@ def _reason(error: duckdb.Error) -> str:
 
 
 def _quoted(path: Path) -> str:
-    """Return a path as text in SQL."""
+    """Return a path as an SQL string literal."""
     return "'" + str(path.resolve()).replace("'", "''") + "'"

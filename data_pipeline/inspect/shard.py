@@ -1,7 +1,7 @@
-"""One shard against the index: read once, in parts, from its first byte to its last.
+"""Checks one shard against the index in one sequential pass over its bytes.
 
-SHA-256, tar headers, CRCs, documents and media are checked as they go by. Nothing stops at the
-first fault: a bad entry is noted and the next one looked for where the index says it is.
+The pass checks SHA-256, tar headers, CRC-32s, documents and media. It does not stop at a fault: it
+records the bad entry and continues at the offset of the next entry in the index.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from isal.isal_zlib import crc32  # zlib's numbers in a fraction of its time
+from isal.isal_zlib import crc32  # same values as zlib, several times as fast
 
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.inspect.document import describe, document_faults, media_faults
@@ -19,14 +19,14 @@ from data_pipeline.inspect.problem import Fault, Problem
 from data_pipeline.store.open import MissingKey, ObjectChanged, Span, Store, get_many
 from data_pipeline.text import Tokenizer
 
-_PART = 4 << 20  # bytes of a shard asked for at once
+_PART = 4 << 20  # bytes of a shard per request
 _BLOCK = 512
-_SPOT_BYTES = 64 << 20  # spot checks are read in batches of about this size
+_SPOT_BYTES = 64 << 20  # approximate batch size of spot checks
 
 
 @dataclass(frozen=True)
 class ShardReport:
-    """What was checked of one shard (or, with shard "", of the index alone)."""
+    """Result of checking one shard, or only the index if shard is ""."""
 
     shard: str
     samples: int = 0
@@ -36,7 +36,7 @@ class ShardReport:
 
 
 class _Member(NamedTuple):
-    """A file in a shard as the index has it; `media` is -1 for the document."""
+    """A file in a shard, according to the index; `media` is -1 for the document."""
 
     offset: int
     length: int
@@ -47,16 +47,16 @@ class _Member(NamedTuple):
 
 @dataclass
 class _Sample:
-    """What has been seen of a sample so far; kept until the last of its files has passed."""
+    """Data of a sample collected so far; kept until the last of its files has been read."""
 
-    left: int
-    files: dict[int, str] = field(default_factory=dict)  # media number -> name by the document
+    left: int  # files not read yet
+    files: dict[int, str] = field(default_factory=dict)  # media number -> name in the document
     names: dict[int, str] = field(default_factory=dict)  # media number -> name in the tar
     timestamps: dict[int, list[str]] = field(default_factory=dict)
 
 
 class ShardCheck:
-    """One shard being checked."""
+    """The check of one shard."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class ShardCheck:
         self._size, self._etag = 0, ""
 
     def run(self, share: float) -> ShardReport:
-        """Read the shard, or a share of its samples."""
+        """Check the shard, or a share of its samples."""
         key = self._info.key
         chosen = [i for i in self._samples if int(i * share) > int((i - 1) * share) or i == 0]
         try:
@@ -102,7 +102,7 @@ class ShardCheck:
         self._problems.append(Problem(self._index.name, kind, detail, self._info.key, name))
 
     def _members(self, samples: Sequence[int]) -> list[_Member]:
-        """The files of some samples in the order in which they lie."""
+        """Return the files of samples, in the order of their offsets."""
         index, members = self._index, []
         of_json = (index.json_offset, index.json_length, index.json_crc)
         of_media = (index.item_offset, index.item_length, index.item_crc)
@@ -119,7 +119,7 @@ class ShardCheck:
         return sorted(members)
 
     def _inside(self, members: Sequence[_Member]) -> list[_Member]:
-        """Those that can lie in a shard of this size; the samples of the others are lost."""
+        """Return the members that fit in the shard; report the samples of the others as lost."""
         kept, lost = [], set[int]()
         for member in members:
             fits = member.offset >= _BLOCK and 0 <= member.length <= self._size - member.offset
@@ -147,14 +147,14 @@ class ShardCheck:
                 self._note("tar", gap + found)
             header, data = stream.read(_BLOCK), stream.read(member.length)
             self._member(member, header, data, stream.read(-member.length % _BLOCK))
-        if len(inside) == len(members):  # otherwise what follows is the torn last file
+        if len(inside) == len(members):  # otherwise a truncated file follows
             self._check_end(stream)
         self._bytes = self._size
         if (found := stream.finish()) != self._info.sha256:
             self._note("shard hash", f"{found}, {self._info.sha256} in the index")
 
     def _check_end(self, stream: "_Stream") -> None:
-        """A tar file ends with two blocks of zeros or more."""
+        """Check that the tar file ends with at least two blocks of zeros."""
         where, left = stream.at, self._size - stream.at
         found = stream.describe(left)
         if found:
@@ -194,7 +194,7 @@ class ShardCheck:
             detail = f"{self._name_of(member)}: {crc:08x}, {member.crc:08x} in the index"
             self._note(kind, detail, member.sample)
         elif member.sample in self._redacted:
-            pass  # by its checksum nothing else is left
+            pass  # the matching checksum proves that the bytes are erased
         elif member.media < 0:
             self._document(member.sample, data, sample)
         else:
@@ -205,7 +205,7 @@ class ShardCheck:
             del self._open[member.sample]
 
     def _header(self, member: _Member, header: bytes, sample: _Sample) -> None:
-        """Check all but the name, which is checked when the document has been read."""
+        """Check a header except for its name, which needs the document."""
         try:
             found = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
         except tarfile.HeaderError as error:
@@ -245,7 +245,7 @@ class ShardCheck:
             self._note(fault.kind, detail, member.sample)
 
     def _check_names(self, sample: int) -> None:
-        """Hold a sample's names in the tar against its key and its document."""
+        """Compare the names of a sample's files in the tar with its key and its document."""
         key, seen = self._index.key_of(sample), self._open[sample]
         for number, name in sorted(seen.names.items()):
             if number < 0:
@@ -265,7 +265,7 @@ def _ints(columns: Sequence[np.ndarray], line: int) -> tuple[int, int, int]:
 
 
 class _Stream:
-    """An object read in parts from its start, hashed as it goes by."""
+    """An object read sequentially in parts and hashed at the same time."""
 
     def __init__(
         self, store: Store, key: str, size: int, etag: str, progress: Callable[[int], None]
@@ -274,14 +274,14 @@ class _Stream:
         self._store, self._key, self._size, self._etag = store, key, size, etag
         self._progress = progress
         self._digest = hashlib.sha256()
-        self._part, self._part_at = b"", 0  # the part in hand, and where it begins
+        self._part, self._part_at = b"", 0  # the current part and its offset
 
     def read(self, length: int) -> bytes:
-        """The next `length` bytes, fewer at the end of the object."""
+        """Return the next `length` bytes, fewer at the end of the object."""
         return b"".join(self._pieces(length))
 
     def describe(self, length: int) -> str:
-        """Pass over bytes: "" if they are all zero, otherwise what they seem to be."""
+        """Skip `length` bytes; return "" if all are zero, otherwise a description of them."""
         name, zero, first = "", True, True
         for piece in self._pieces(length):
             if first and len(piece) >= _BLOCK:
@@ -294,7 +294,7 @@ class _Stream:
         return "" if zero else name or ": no tar header there"
 
     def finish(self) -> str:
-        """Read what is left; the SHA-256 (hex) of the whole object."""
+        """Read the rest and return the SHA-256 (hex) of the whole object."""
         for _ in self._pieces(self._size - self.at):
             pass
         return self._digest.hexdigest()

@@ -1,8 +1,8 @@
-"""What sources hold, in numbers, from their indices alone: no byte of data is read.
+"""Statistics of sources, computed from their indices without reading any data.
 
-Everything is plain values that go into JSON as they are. Sizes in tokens are those of the samples
-as stored, under given patch limits: a run may choose other wordings and draw pictures at other
-sizes (see `plan.variation`).
+All results are plain values that JSON can represent. Token counts are those of the stored samples
+under given patch limits; a run may choose other text variants and other image sizes (see
+`plan.variation`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,10 +21,10 @@ from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO, PatchLimits, grids
 PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 BINS_PER_OCTAVE = 2
 ASPECT_BINS_PER_OCTAVE = 4
-LONGEST = 10  # longest samples named
-# As good as none: larger pictures than this are refused before they are decoded.
+LONGEST = 10  # number of longest samples listed
+# Effectively no limits: larger images are rejected before decoding.
 _NO_LIMITS = PatchLimits(image=2**40, frame=2**40, side=2**30)
-# What adds up over sources.
+# Figures that are summed over sources.
 _SUMS = ("samples", "shards", "bytes", "items", "tokens", "text_tokens", "media_tokens")
 
 
@@ -34,24 +34,24 @@ def source_stats(
     seq_len: int | None = None,
     choice: ChosenSource | None = None,
 ) -> dict[str, Any]:
-    """The figures of one source.
+    """Return the statistics of one source.
 
     Args:
-        index: of the source.
-        limits: how far pictures are scaled down, which fixes their tokens.
-        seq_len: tokens of a row, to count the samples that are longer.
-        choice: by which lengths a run chooses samples, to count them.
+        index: index of the source.
+        limits: patch limits, which determine the tokens of images and frames.
+        seq_len: tokens of a row, to count the longer samples.
+        choice: length bounds by which a run chooses samples, to count the chosen samples.
 
     Returns:
         name, category, tokenizer; samples, shards; bytes (of the shards), json_bytes, media_bytes;
-        tokens and what they consist of: text_tokens (written regions in them), region_tokens,
-        media_tokens (pads), markup_tokens (what stands around samples and media), media_share;
+        tokens and their parts: text_tokens (including written regions), region_tokens,
+        media_tokens (pads), markup_tokens (tokens around samples and media), media_share;
         tokens_per_sample, text_tokens_per_sample, tokens_per_item: see `spread`, with a histogram;
         items, scaled_down (items that the limits make smaller), images and videos (`_media`);
-        regions by shape, texts_with_variants, variants (wordings beyond the first); flip_ok and
+        regions by shape, texts_with_variants, variants (after the first of each text); flip_ok and
         turn_ok (samples); longest: [key, tokens] of the longest samples; with a seq_len:
-        over_seq_len {samples, share, tokens}; with a choice: chosen {bounds, samples, share,
-        tokens}.
+        over_seq_len {seq_len, samples, share, tokens}; with a choice: chosen {bounds, samples,
+        share, tokens}.
     """
     samples = np.arange(index.num_samples)
     sizes = lay_out(index, limits, samples, np.zeros(samples.size, np.int8))
@@ -114,7 +114,7 @@ def source_stats(
 
 
 def scaled_down(index: SourceIndex, grid: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """Return which items are smaller under the limits than without any, bool [items]."""
+    """Return bool [items], True for items that the limits make smaller."""
     whole = grids(
         index.item_kind, index.item_frames, index.item_height, index.item_width, _NO_LIMITS
     )
@@ -122,7 +122,7 @@ def scaled_down(index: SourceIndex, grid: NDArray[np.int32]) -> NDArray[np.bool_
 
 
 def _media(index: SourceIndex, chosen: NDArray[np.bool_]) -> dict[str, Any]:
-    """Number, bytes and sizes of media files; `aspect` is width over height."""
+    """Return number, bytes and sizes of media files; `aspect` is width / height."""
     height = index.item_height[chosen].astype(np.int64)
     width = index.item_width[chosen].astype(np.int64)
     return {
@@ -135,11 +135,11 @@ def _media(index: SourceIndex, chosen: NDArray[np.bool_]) -> dict[str, Any]:
 
 
 def spread(values: ArrayLike, bins_per_octave: int | None = None) -> dict[str, Any]:
-    """How numbers are spread: count, mean, min, p1 ... p99, max; only the count if there are none.
+    """Return count, mean, min, p1 ... p99 and max of numbers; only the count if there are none.
 
     Args:
         values: [n].
-        bins_per_octave: also give a `histogram` with this many bins from a number to its double.
+        bins_per_octave: if given, add a `histogram` with this many bins per factor of two.
     """
     numbers = np.asarray(values, np.float64)
     if not numbers.size:
@@ -158,15 +158,15 @@ def spread(values: ArrayLike, bins_per_octave: int | None = None) -> dict[str, A
 
 
 def histogram(values: ArrayLike, bins_per_octave: int) -> dict[str, list[float]]:
-    """Counts between logarithmic edges, the same edges for all sources.
+    """Return a histogram with logarithmic edges, which are the same for all sources.
 
     Args:
-        values: [n], 0 or more; zeros are counted by themselves.
-        bins_per_octave: bins from a number to its double.
+        values: [n], non-negative; zeros are counted separately.
+        bins_per_octave: bins per factor of two.
 
     Returns:
-        zeros: how many. counts [b], edges [b + 1]: bin i holds edges[i] <= value < edges[i + 1];
-        first and last bin are not empty.
+        zeros [1]: the number of zeros. counts [b], edges [b + 1]: bin i holds edges[i] <= value <
+        edges[i + 1]; the first and last bins are not empty.
     """
     numbers = np.asarray(values, np.float64)
     return binned(numbers, np.ones(numbers.shape, np.int64), bins_per_octave)
@@ -175,7 +175,7 @@ def histogram(values: ArrayLike, bins_per_octave: int) -> dict[str, list[float]]
 def binned(
     values: NDArray[np.float64], counts: NDArray[np.int64], bins_per_octave: int
 ) -> dict[str, list[float]]:
-    """Return the histogram of values [n] that occur so many times [n] each."""
+    """Return the histogram of values [n] with their counts [n]."""
     positive = values > 0
     zeros = [float(counts[~positive].sum())]
     if not positive.any():
@@ -187,12 +187,12 @@ def binned(
 def bins_between(
     place: NDArray[np.int64], counts: NDArray[np.int64], bins_per_octave: int
 ) -> dict[str, list[float]]:
-    """Return the edges and counts of bins, from the first that is named to the last.
+    """Return the edges and counts of bins, from the lowest to the highest given bin.
 
     Args:
-        place: [n] floor(log2(value) * bins_per_octave), at least one.
-        counts: [n] how many are there.
-        bins_per_octave: bins from a number to its double.
+        place: [n] bin numbers floor(log2(value) * bins_per_octave), n >= 1.
+        counts: [n] number of values per entry of `place`.
+        bins_per_octave: bins per factor of two.
     """
     low, high = int(place.min()), int(place.max())
     edges = 2.0 ** (np.arange(low, high + 2) / bins_per_octave)
@@ -201,7 +201,7 @@ def bins_between(
 
 
 def totals(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sums over sources (from `source_stats`), of all of them and by category."""
+    """Return sums over the statistics of sources, for all sources and by category."""
 
     def add(chosen: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         found = {name: sum(source[name] for source in chosen) for name in _SUMS}

@@ -1,7 +1,7 @@
-"""Every entry of an index against the shards it points into: what `data verify` does.
+"""Verifies every entry of an index against its shards, for `data verify`.
 
-Shards are checked side by side; memory holds one part of a shard and one medium per thread. All
-problems are told, in the order of the shards, whatever thread found them.
+Shards are checked in parallel; memory holds one part of a shard and one media file per thread. All
+problems are reported in the order of the shards, independent of the threads.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,14 +19,14 @@ from data_pipeline.text import Tokenizer
 
 @dataclass(frozen=True)
 class Checks:
-    """What to check.
+    """Options of a verification.
 
     Args:
-        tokenizer: counts tokens again; None leaves them.
-        share: of the samples, evenly spread. Below 1 the shards' SHA-256 is not checked, nor what
-            lies between the chosen samples: only a whole read can.
-        decode: decode all media instead of reading their headers.
-        threads: shards read at once.
+        tokenizer: recounts the tokens; None skips this check.
+        share: share of the samples to check, evenly spread. Below 1, the SHA-256 of shards and the
+            bytes between the chosen samples are not checked, because that needs a full read.
+        decode: True to decode all media; otherwise only their headers are read.
+        threads: shards read concurrently.
     """
 
     tokenizer: Tokenizer | None = None
@@ -42,7 +42,7 @@ class Checks:
 
 
 def open_source(store: Store, name: str) -> SourceIndex | Problem:
-    """Read a source's index, or say what is wrong with it.
+    """Read a source's index; return a Problem if that fails.
 
     Raises:
         StoreError: the store cannot be read at all.
@@ -63,12 +63,12 @@ def verify_source(
     checks: Checks,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Iterator[ShardReport]:
-    """Check a source: first its index by itself, then shard by shard, in order.
+    """Check a source: first only its index, then its shards in order.
 
-    `progress` is called with numbers of bytes as they have been read, from several threads.
+    `progress` is called from several threads with the number of bytes read since its last call.
 
     Raises:
-        StoreError: the store does not answer; a shard that is gone or damaged is a problem.
+        StoreError: the store does not respond; a missing or damaged shard is a Problem instead.
     """
     tokenizer = checks.tokenizer
     problems = index_problems(index)

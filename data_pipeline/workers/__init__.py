@@ -1,1 +1,1 @@
-"""Jobs done ahead by processes or threads, in order and within limits."""
+"""Worker pool: runs jobs ahead of their consumer in processes or threads, ordered and bounded."""

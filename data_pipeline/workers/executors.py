@@ -2,7 +2,7 @@
 
 An executor runs one job at a time and is used by one thread at a time. `ThreadExecutor` calls the
 function in that thread. `ProcessExecutor` sends the job to a process (`workers.worker`) and waits.
-Jobs are pure functions, so a job that was lost with its worker is retried in a new one.
+Jobs are pure functions, so a job whose worker died is retried in a new worker.
 """
 
 import threading
@@ -27,7 +27,7 @@ class ExecutorClosed(RuntimeError):
 
 
 class ThreadExecutor:
-    """Runs jobs in the calling thread. `setup` is called there too, before the first one."""
+    """Runs jobs in the calling thread, which also calls `setup` before the first job."""
 
     def __init__(self, name: str, setup: Setup):
         self.name = name
@@ -36,26 +36,26 @@ class ThreadExecutor:
         self._do: Callable[[Any], Any] | None = None
 
     def start(self) -> None:
-        """Do nothing: the thread that uses files and connections opens them."""
+        """Do nothing; `do` calls `setup`, so that the thread that uses files also opens them."""
 
     def do(self, job: Any, label: Callable[[], str]) -> Any:
         """Run a job; return its result.
 
         Raises:
-            Exception: what `setup` or the job raised.
+            Exception: an exception of `setup` or of the job.
         """
         if self._do is None:
             self._do = self._setup()
         return self._do(job)
 
     def kill(self) -> None:
-        """Do nothing: a thread cannot be ended from outside."""
+        """Do nothing, because a thread cannot be killed."""
 
     def shutdown(self) -> None:
-        """Do nothing: a thread ends with its job."""
+        """Do nothing; the thread ends after its job."""
 
     def join(self, deadline: float) -> None:
-        """Wait for the running job, at most until the deadline."""
+        """Wait for the running job, at most until the deadline (monotonic clock, s)."""
         if self.lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             self.lock.release()
 
@@ -64,8 +64,8 @@ class ProcessExecutor:
     """Runs jobs in a worker process.
 
     Args:
-        name: for messages.
-        setup: called in each worker that is started; returns the function that runs a job.
+        name: name of the executor in messages.
+        setup: called in each new worker; returns the function that runs a job.
 
     Raises:
         ValueError: `setup` cannot be sent to another process.
@@ -75,13 +75,13 @@ class ProcessExecutor:
         self.name = name
         self.lock = threading.Lock()
         self._setup = pickled(setup, lambda: "setup")
-        self._changing = threading.Lock()  # guards all below
+        self._changing = threading.Lock()  # guards the attributes below
         self._worker: Worker | None = None
         self._closed = False
         self._killed = False
 
     def start(self) -> None:
-        """Start the worker process; does not wait until it is ready."""
+        """Start the worker process without waiting until it is ready."""
         self._running()
 
     def do(self, job: Any, label: Callable[[], str]) -> Any:
@@ -91,7 +91,7 @@ class ProcessExecutor:
             WorkerDied: two workers in a row died with this job.
             ExecutorClosed: the executor was closed or killed meanwhile.
             ValueError: the job cannot be sent to another process.
-            Exception: what `setup` or the job raised there, with its traceback as `__cause__`.
+            Exception: an exception of `setup` or the job, with its traceback as `__cause__`.
         """
         data = pickled(job, label)
         self._killed = False
@@ -116,7 +116,7 @@ class ProcessExecutor:
                 self._worker.kill()
 
     def shutdown(self) -> None:
-        """Close the worker's socket, upon which the worker exits."""
+        """Close the worker's socket, which makes the worker exit."""
         with self._changing:
             self._closed = True
             if self._worker is not None:
@@ -128,7 +128,7 @@ class ProcessExecutor:
         if worker is None:
             return
         worker.join(deadline)
-        # No thread still waits for an answer of this worker: its socket is closed.
+        # The socket is closed, so no thread still waits for a reply of this worker.
         if self.lock.acquire(timeout=1.0):
             worker.close()
             self.lock.release()
@@ -138,7 +138,7 @@ class ProcessExecutor:
             if self._closed or self._killed:
                 raise ExecutorClosed(f"{self.name} is closed")
             if self._worker is not None and self._worker.process.poll() is not None:
-                self._worker.close()  # it died between two jobs: not counted as an attempt of a job
+                self._worker.close()  # it died between jobs, which is no failed attempt of a job
                 self._worker = None
             if self._worker is None:
                 with signals_blocked():

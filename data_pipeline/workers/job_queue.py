@@ -1,16 +1,16 @@
-"""A bounded, ordered job queue: jobs are admitted within limits, results returned in job order.
+"""Bounded, ordered job queue: admits jobs within limits and returns results in job order.
 
     jobs --admit--> in flight: running or done --take--> consumer
              |      (bytes and number limited)   |
              +---------- freed by take <---------+
 
-A free executor admits the next job once its estimated bytes fit beside those in flight; results
-that nobody takes are therefore back-pressure. The order of results does not depend on which
-executor ran a job, or when.
+A free executor admits the next job once its estimated bytes fit within the limit together with the
+jobs in flight, so results that are not taken cause back-pressure. The order of results does not
+depend on which executor runs a job, or when.
 
-KeyboardInterrupt is raised in the main thread, at any line, also inside `threading.Condition`,
-which may then stay locked. So the consumer only uses primitives written in C, which cannot be
-interrupted half way: plain locks in a `with`, and `SimpleQueue`.
+KeyboardInterrupt can be raised at any line of the main thread, even inside `threading.Condition`,
+which may then stay locked. Therefore the consumer only uses primitives written in C, which cannot
+be interrupted midway: plain locks in a `with`, and `SimpleQueue`.
 """
 
 import contextlib
@@ -30,9 +30,9 @@ class AdmittedJob:
     """A job in flight.
 
     Attributes:
-        index: in the run, from 0.
+        index: number of the job in the run, from 0.
         job: the job.
-        executor: which runs it.
+        executor: executor that runs the job.
         begun: time of admission (monotonic clock, s).
     """
 
@@ -42,10 +42,10 @@ class AdmittedJob:
     begun: float
 
     def label(self) -> str:
-        """Name the job for a message."""
+        """Return the name of the job for messages."""
         try:
             shown = repr(self.job)
-        except Exception:  # only a name for messages
+        except Exception:  # a broken repr must not fail the job
             shown = type(self.job).__name__
         return f"job {self.index} ({shown if len(shown) <= 200 else shown[:197] + '...'})"
 
@@ -61,7 +61,7 @@ class JobQueue:
 
     Args:
         jobs: (job, estimated bytes).
-        max_bytes: limit of the estimates in flight; a larger job runs alone.
+        max_bytes: limit of the estimated bytes in flight; a larger job runs with no other job.
         max_jobs: limit of the jobs in flight.
         timeout_s: maximum duration of a job.
     """
@@ -77,36 +77,36 @@ class JobQueue:
         self._max_bytes = max_bytes
         self._max_jobs = max_jobs
         self._timeout_s = timeout_s
-        # One thread at a time advances the iterator: this defines the order of the jobs.
+        # One thread at a time advances the iterator, which defines the order of the jobs.
         self._jobs_lock = threading.Lock()
         self._asked = 0
         self._wake_consumer: queue.SimpleQueue[None] = queue.SimpleQueue()
-        # Guards all below; nothing slow happens under it.
+        # Guards the attributes below; held only for short operations.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # wakes executors
         self._stopped = False
-        # Index after the last outcome, once known. With several errors any is right: the consumer
-        # stops at the first.
+        # Index after the last outcome, once known. After several errors, any of their indices will
+        # do, because the consumer stops at the first error.
         self._end: int | None = None
-        self._next = 0  # index to be taken next
+        self._next = 0  # index of the next result to take
         self._in_flight_bytes: dict[int, int] = {}  # index -> estimated bytes, from admit to take
         self._running: dict[int, AdmittedJob] = {}  # index -> job
         self._done: dict[int, _Outcome] = {}
 
     def run_jobs(self, executor: Executor) -> None:
-        """Run jobs on an executor until there are no more; the target of a thread."""
-        with executor.lock:  # it may still run a job of the previous run
+        """Run jobs on an executor until the run is over; called as the target of a thread."""
+        with executor.lock:  # the executor may still run a job of the previous run
             while (admitted := self._admit(executor)) is not None:
                 self._do(admitted)
-                del admitted  # or it would be held while the next one is waited for
+                del admitted  # otherwise it stays in memory while waiting for the next job
 
     def take(self) -> Any:
         """Wait for the next outcome in order; return its result or raise its error.
 
         Raises:
-            StopIteration: there are no more, or the queue was stopped.
-            TimeoutError: naming the job and its executor.
-            Exception: what the job raised.
+            StopIteration: there are no more results, or the queue was stopped.
+            TimeoutError: the job took too long; the message names the job and its executor.
+            Exception: an exception of the job.
         """
         index, begin = self._next, time.monotonic()
         while True:
@@ -141,7 +141,7 @@ class JobQueue:
                 self._wake_consumer.put(None)
 
     def _admit(self, executor: Executor) -> AdmittedJob | None:
-        """Wait for room and take the next job for an executor; None: the run is over."""
+        """Wait for room and admit the next job for an executor; return None if the run is over."""
         with self._jobs_lock:
             with self._lock:
                 if not self._room(lambda: len(self._in_flight_bytes) < self._max_jobs):
@@ -166,7 +166,7 @@ class JobQueue:
                 admitted = AdmittedJob(index, job, executor, time.monotonic())
                 self._running[index] = admitted
                 self._in_flight_bytes[index] = nbytes
-                self._wake_consumer.put(None)  # so that a timeout of the consumer names this job
+                self._wake_consumer.put(None)  # so that a consumer timeout names this job
                 return admitted
 
     def _do(self, admitted: AdmittedJob) -> None:
@@ -178,7 +178,7 @@ class JobQueue:
             self._deliver(admitted.index, _Outcome(result, None))
 
     def _deliver(self, index: int, outcome: _Outcome | None) -> None:
-        """Store the outcome of a job; None or an error ends the run there."""
+        """Store the outcome of a job; None or an error ends the run at this job."""
         with self._lock:
             self._running.pop(index, None)
             if outcome is not None and not self._stopped:
@@ -189,7 +189,7 @@ class JobQueue:
             self._wake_consumer.put(None)
 
     def _room(self, room: Callable[[], bool]) -> bool:
-        """Wait for room; False: the run is over. The lock is held."""
+        """Wait for room; return False if the run is over. The caller holds the lock."""
         self._changed.wait_for(lambda: self._over() or room())
         return not self._over()
 

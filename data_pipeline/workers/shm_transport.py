@@ -3,19 +3,19 @@
     sender                                         receiver
     pickle, arrays out of band (protocol 5)        map the segment (once)
     copy all into a segment                 ->     arrays are writeable views of it
-    `reclaim` the segment, use it again     <-     `released`, when no such array is left
+    `reclaim` the segment, reuse it         <-     `released`, when no such array is left
 
-A segment is memory without a name (`memfd_create`), its descriptor travels over the socket. Nothing
-lies in /dev/shm, nothing counts against its size, and nothing can be left behind: the kernel frees
-a segment with the last process that holds it, whatever ended that process.
+A segment is anonymous memory (`memfd_create`), and the socket carries its descriptor. Segments use
+no space in /dev/shm and cannot leak: the kernel frees a segment when the last process that holds it
+exits, for any reason.
 
-Segments are used again because fresh pages are what shared memory costs: zeroing, mapping and
-freeing them takes several times as long as the copy. One that no object needed for the length of
-`KEPT` objects is dropped; so there are never more than were in use at once shortly before.
-An object of up to `INLINE` bytes goes through the socket itself.
+Segments are reused because fresh pages dominate the cost of shared memory: zeroing, mapping and
+freeing them takes several times as long as the copy. A segment is dropped after `KEPT` objects did
+not need it, so the number of segments follows the recent peak of concurrent use. Objects of up to
+`INLINE` bytes are sent through the socket itself.
 
-What travels without a copy is what pickles out of band: contiguous numpy arrays that do not hold
-Python objects. Everything else (bytes, strided arrays) arrives right, by way of the pickle stream.
+Only data that pickles out of band avoids the copy: contiguous numpy arrays without Python objects.
+All other data (bytes, strided arrays) is sent correctly in the pickle stream.
 """
 
 import errno
@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 INLINE = 64 << 10
 KEPT = 8
-# Arrays begin at multiples of a cache line; vector instructions need no more.
+# Arrays start at multiples of a cache line, which satisfies all vector instructions.
 _ALIGN = 64
 _HEADER = struct.Struct("<QQ")  # bytes of the header, bytes of the body that follows it
 _LENGTH = struct.Struct("<Q")
@@ -47,10 +47,10 @@ class MessageHeader(NamedTuple):
 
     Attributes:
         spans: (begin, end) of the pickle stream and of each of its buffers, in the body.
-        segment: number of the segment that holds the body; None: it follows in the socket.
-        capacity: bytes of the segment, if this is the first time it is sent; its descriptor comes
-            with it.
-        dropped: segments that will not be used again.
+        segment: number of the segment that holds the body; None if the body follows in the socket.
+        capacity: bytes of the segment if it is sent for the first time, together with its
+            descriptor; else None.
+        dropped: numbers of segments that will not be used again.
     """
 
     spans: list[tuple[int, int]]
@@ -60,7 +60,7 @@ class MessageHeader(NamedTuple):
 
 
 def spans_of(sizes: Iterable[int]) -> list[tuple[int, int]]:
-    """Lay parts out one behind the other, each at a multiple of 64 bytes."""
+    """Return consecutive (begin, end) spans of parts, each starting at a multiple of 64 bytes."""
     spans, end = [], 0
     for size in sizes:
         begin = -(-end // _ALIGN) * _ALIGN
@@ -70,10 +70,10 @@ def spans_of(sizes: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def anonymous_file() -> int:
-    """Open memory without a name and return its descriptor.
+    """Open anonymous memory and return its descriptor.
 
-    Where the system (macOS) or the build of Python has no `memfd_create`, it is a file without a
-    name in /dev/shm, or else in TMPDIR.
+    Without `memfd_create` (macOS, some Python builds), this is an unnamed file in /dev/shm, or
+    else in TMPDIR.
     """
     try:
         return os.memfd_create("shm_transport")
@@ -85,19 +85,19 @@ def anonymous_file() -> int:
 
 @dataclass
 class _Segment:
-    """Memory that the sender writes into. `filled`: bytes from the start whose pages exist."""
+    """Memory that the sender writes to; `filled` bytes from the start have allocated pages."""
 
     number: int
     fd: int
     capacity: int
     mapping: mmap.mmap
     filled: int = 0
-    known: bool = False  # to the receiver
-    freed: int = 0  # how many objects had been sent in segments when it came back
+    known: bool = False  # True if the receiver has mapped it
+    freed: int = 0  # number of objects sent in segments when it was released
 
     @classmethod
     def create(cls, number: int, size: int) -> "_Segment":
-        # A power of two, so that the next, somewhat larger object fits too. Pages that are never
+        # A power of two, so that a slightly larger next object fits too. Pages that are never
         # written take no memory.
         capacity = max(mmap.PAGESIZE, 1 << (size - 1).bit_length())
         fd = anonymous_file()
@@ -113,8 +113,8 @@ class _Segment:
             if end <= self.filled:
                 self.mapping[begin:end] = part
             else:
-                # Through the file, new pages come faster, and if there is no memory for them it is
-                # an OSError; through the mapping it would be SIGBUS.
+                # Writing through the file allocates pages faster and raises OSError if memory runs
+                # out; writing through the mapping would raise SIGBUS.
                 _write(self.fd, part, begin)
         self.filled = max(self.filled, spans[-1][1])
 
@@ -131,7 +131,7 @@ def _write(fd: int, part: memoryview, offset: int) -> None:
 
 @dataclass
 class Message:
-    """An object serialised by `Sender.pack`; it has to be the next one sent."""
+    """An object serialised by `Sender.pack`; must be sent before the next `pack`."""
 
     header: MessageHeader
     body: bytearray
@@ -144,7 +144,7 @@ class Sender:
     def __init__(self, sock: socket.socket):
         self._sock = sock
         self._lent: dict[int, _Segment] = {}
-        self._free: list[_Segment] = []  # the longest free first
+        self._free: list[_Segment] = []  # the longest-free first
         self._dropped: list[int] = []
         self._created = 0
         self._packed = 0
@@ -153,7 +153,7 @@ class Sender:
         """Pickle an object and copy it into a segment, or into the message if it is small.
 
         Raises:
-            pickle.PicklingError, TypeError, AttributeError: from pickle, as it pleases.
+            pickle.PicklingError, TypeError, AttributeError: the object cannot be pickled.
             OSError: there is no memory left for a segment.
         """
         buffers: list[pickle.PickleBuffer] = []
@@ -180,10 +180,10 @@ class Sender:
         )
 
     def send(self, message: Message) -> None:
-        """Send what `pack` returned.
+        """Send a message from `pack`.
 
         Raises:
-            OSError: the other end is gone.
+            OSError: the other end is closed.
         """
         header = pickle.dumps(tuple(message.header))
         head = _HEADER.pack(len(header), len(message.body))
@@ -209,7 +209,7 @@ class Sender:
         for place in reversed(range(len(self._free))):
             if self._free[place].capacity >= size:
                 return self._free.pop(place)
-        if self._free:  # all too small
+        if self._free:  # all are too small
             self._drop(self._free.pop(0))
         self._created += 1
         return _Segment.create(self._created, size)
@@ -235,7 +235,7 @@ class ReceivedMessage:
         """Unpickle the object; its arrays are views of the body.
 
         Raises:
-            Exception: whatever unpickling raises, as when a module is missing here.
+            Exception: any exception of unpickling, for example if a module is missing here.
         """
         stream, *buffers = (self.view[begin:end] for begin, end in self.spans)
         return pickle.loads(stream, buffers=buffers)
@@ -254,8 +254,8 @@ class Receiver:
         """Wait for the next object.
 
         Raises:
-            EOFError: the other end is gone, perhaps in the middle of an object.
-            OSError: from the socket, or memory cannot be mapped.
+            EOFError: the other end is closed, possibly in the middle of an object.
+            OSError: a socket error, or memory cannot be mapped.
         """
         head, fd = self._head()
         try:
@@ -275,21 +275,21 @@ class Receiver:
                     )
                 self._mappings[header.segment] = mmap.mmap(fd, header.capacity)
         finally:
-            if fd is not None:  # the mapping has a descriptor of its own
+            if fd is not None:  # the mapping keeps its own descriptor
                 os.close(fd)
         return ReceivedMessage(header.spans, self._lease(header.segment, header.spans[-1][1]))
 
     def released(self) -> list[int]:
-        """Return the segments without a live array, each once, for `Sender.reclaim`."""
+        """Return newly released segments (no array left alive), for `Sender.reclaim`."""
         return [self._returned.popleft() for _ in range(len(self._returned))]
 
     def _lease(self, number: int, size: int) -> memoryview:
-        # A slice of a memoryview keeps the exporting object alive, so that object dies with the
-        # last array. It is an ndarray because that exports memory and allows weak references.
+        # Memoryview slices keep the exporting object alive, so that object dies with the last
+        # array. It is an ndarray because an ndarray exports memory and allows weak references.
         lease = np.frombuffer(self._mappings[number], np.uint8, size)
         returned, leases = self._returned, self._leases
 
-        def ended(_: object) -> None:  # in whatever thread drops the last array
+        def ended(_: object) -> None:  # runs in the thread that drops the last array
             del leases[number]
             returned.append(number)
 
@@ -301,7 +301,7 @@ class Receiver:
         head, fds, _, _ = socket.recv_fds(self._sock, _HEADER.size, 1, flags)
         if not head:
             raise EOFError("the other end of the socket is closed")
-        # A descriptor comes with the first byte, wherever the rest is cut.
+        # The descriptor comes with the first byte, even if the header arrives in pieces.
         rest = receive_exactly(self._sock, _HEADER.size - len(head))
         return head + rest, fds[0] if fds else None
 
@@ -310,27 +310,27 @@ def send_bytes(sock: socket.socket, data: bytes) -> None:
     """Send bytes as one message.
 
     Raises:
-        OSError: the other end is gone.
+        OSError: the other end is closed.
     """
     sock.sendall(_LENGTH.pack(len(data)))
     sock.sendall(data)
 
 
 def receive_bytes(sock: socket.socket) -> bytearray:
-    """Wait for what `send_bytes` sent.
+    """Wait for a message of `send_bytes` and return it.
 
     Raises:
-        EOFError: the other end is gone, perhaps in the middle of a message.
-        OSError: from the socket.
+        EOFError: the other end is closed, possibly in the middle of a message.
+        OSError: a socket error.
     """
     return receive_exactly(sock, *_LENGTH.unpack(receive_exactly(sock, _LENGTH.size)))
 
 
 def receive_exactly(sock: socket.socket, size: int) -> bytearray:
-    """Receive so many bytes.
+    """Receive exactly `size` bytes.
 
     Raises:
-        EOFError: the other end is gone before.
+        EOFError: the other end is closed before all bytes have arrived.
     """
     data = bytearray(size)
     view, done = memoryview(data), 0

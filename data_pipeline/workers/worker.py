@@ -1,4 +1,4 @@
-"""The parent's handle of a worker process: start, call, kill.
+"""Parent-side handle of a worker process: start, call, kill.
 
 The process runs `workers.worker_main`.
 """
@@ -25,7 +25,7 @@ _BOOT = (
     "from data_pipeline.workers.worker_main import main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )
 _ROOT = str(Path(__file__).resolve().parent.parent.parent)
-# Several workers with as many threads as there are cores each would only fight.
+# Several workers with one thread per core each would only compete for the cores.
 _ONE_THREAD = {
     name: "1"
     for name in (
@@ -36,8 +36,8 @@ _ONE_THREAD = {
         "VECLIB_MAXIMUM_THREADS",
     )
 }
-# Interval of liveness checks while waiting. The death of the worker closes the socket, unless a
-# child process of the job holds it open.
+# Interval of liveness checks while waiting. They are needed because a child process of the job may
+# hold the socket open after the worker has died.
 _LOOK_S = 1.0
 # A killed process exits at once unless it waits for a device or a network file system.
 _KILL_S = 5.0
@@ -51,7 +51,7 @@ class Worker:
     """One worker process.
 
     Args:
-        setup: pickled; called there before the first job.
+        setup: pickled; called in the worker before the first job.
     """
 
     def __init__(self, setup: bytes):
@@ -78,7 +78,7 @@ class Worker:
         Raises:
             WorkerLost: the worker exited meanwhile.
             OSError: this process has no descriptors or no memory left to receive the result.
-            Exception: what `setup` or the job raised there, with its traceback as `__cause__`.
+            Exception: an exception of `setup` or the job, with its traceback as `__cause__`.
         """
         try:
             if self._setup is not None:
@@ -88,7 +88,7 @@ class Worker:
             body = self._receive()
         except (EOFError, ConnectionError) as error:
             raise WorkerLost from error
-        except OSError:  # the message was not received whole: the stream is out of step
+        except OSError:  # the message was only partly received, so the stream is out of sync
             self.end()
             raise
         outcome, content = body.load()
@@ -116,20 +116,20 @@ class Worker:
         return self._receiver.receive()
 
     def shutdown(self) -> None:
-        """Close the socket: the worker exits, and a thread in `call` gets `WorkerLost`."""
-        # `close` alone would not wake a thread that waits in `recv`.
-        with contextlib.suppress(OSError):  # not connected any longer
+        """Close the socket, so that the worker exits and a thread in `call` gets `WorkerLost`."""
+        # `close` would not wake a thread that waits in `recv`.
+        with contextlib.suppress(OSError):  # no longer connected
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def join(self, deadline: float) -> None:
-        """Wait for the exit until `deadline` (monotonic clock, s), then kill."""
+        """Wait for the worker's exit until `deadline` (monotonic clock, s), then kill it."""
         try:
             self.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             self.end()
 
     def close(self) -> None:
-        """Close the socket; only while no thread is in `call`."""
+        """Close the socket; no thread may be in `call`."""
         self.shutdown()
         self._sock.close()
 
@@ -145,7 +145,7 @@ class Worker:
         self.shutdown()
 
     def exit_text(self) -> str:
-        """Describe how it exited."""
+        """Return a description of the worker's exit."""
         code = self.process.returncode
         if code is None:
             return f"(process {self.process.pid}) was killed but does not end"
@@ -161,7 +161,8 @@ def pickled(value: object, what: Callable[[], str]) -> bytes:
     """Pickle a value for a worker; `what` names it in messages.
 
     Raises:
-        ValueError: it cannot be pickled, or is defined in the main script, which no worker imports.
+        ValueError: the value cannot be pickled, or is defined in the main script, which workers do
+            not import.
     """
     try:
         data = pickle.dumps(value, protocol=5)
@@ -177,7 +178,7 @@ def pickled(value: object, what: Callable[[], str]) -> bytes:
 
 
 class _NotMain(pickle.Unpickler):
-    """Refuses what is defined in `__main__`; unpickling is the one way to know."""
+    """Refuses references to `__main__`, which only unpickling can detect."""
 
     def __init__(self, file: io.BytesIO, what: str):
         super().__init__(file)
@@ -196,7 +197,8 @@ class _NotMain(pickle.Unpickler):
 def signals_blocked() -> Iterator[None]:
     """Block the signals of terminal and scheduler in this thread.
 
-    A process started meanwhile inherits the mask, so that none can end it before it ignores them.
+    A process started meanwhile inherits the mask, so that no signal can end it before it ignores
+    these signals.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_PARENT)
     try:

@@ -1,16 +1,16 @@
-"""The main loop of a worker process: setup, then job after job until the parent exits.
+"""Main loop of a worker process: setup, then job after job until the parent exits.
 
     python -P -c "... main(socket, parent)"
 
-The parent (`workers.worker`) starts it as a fresh interpreter: not forked (threads and CUDA do not
-survive that), not by `multiprocessing` (which imports the main script again, so that every script
-needs a guard). A socket is their only connection.
+The parent (`workers.worker`) starts it as a fresh interpreter. It is not forked, because threads
+and CUDA do not survive a fork, and not started by `multiprocessing`, which imports the main script
+again, so that every script needs a guard. A socket is the only connection.
 
     parent -> worker    sys.path, `setup`, then jobs: (released segments, job)
     worker -> parent    READY, then for each job: (DONE, result) or (FAILED, Failure)
 
-It ignores the signals of terminal and scheduler, because the parent may still need data while it
-saves its state. It exits when the socket is closed, which also happens if the parent dies.
+The worker ignores the signals of terminal and scheduler, because the parent may still need data
+while it saves its state. It exits when the socket is closed, which also happens if the parent dies.
 """
 
 import faulthandler
@@ -31,7 +31,7 @@ from data_pipeline.workers.shm_transport import Sender, receive_bytes
 
 READY, DONE, FAILED = "ready", "done", "failed"
 
-# Sent to whole process groups: Ctrl-C, the end of a session, a scheduler's warning.
+# Signals sent to whole process groups: Ctrl-C, the end of a session, a scheduler's warning.
 LEFT_TO_PARENT = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -40,14 +40,14 @@ LEFT_TO_PARENT = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
-# Grace period of a worker without a parent; a longer job is aborted. Shorter than `CLOSE_S` in
+# Grace period of a worker whose parent is gone; a longer job is aborted. Shorter than `CLOSE_S` in
 # `workers.workers`.
 GRACE_S = 0.5
 _LOOK_S = 1.0
 
 
 class JobError(RuntimeError):
-    """A job failed with an exception that cannot travel as itself; the message names its type."""
+    """A job failed with an exception that cannot be sent or raised; the message names its type."""
 
 
 class RemoteTraceback(Exception):
@@ -59,10 +59,10 @@ class RemoteTraceback(Exception):
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception on its way to the parent.
+    """An exception sent to the parent.
 
     Attributes:
-        pickled: the exception, if it survives being pickled.
+        pickled: the pickled exception, or None if it does not survive pickling.
         summary: type and message.
         text: the traceback.
     """
@@ -77,7 +77,7 @@ class Failure:
         return cls(_pickled(error), summary_of(error), "".join(traceback.format_exception(error)))
 
     def error(self) -> Exception:
-        """Return the exception to raise in the parent, of the same type where that can be."""
+        """Return the exception to raise in the parent, of the same type if possible."""
         try:
             error = None if self.pickled is None else pickle.loads(self.pickled)
         except Exception:  # its module may be missing here
@@ -89,10 +89,10 @@ class Failure:
 
 
 def raisable(error: BaseException) -> Exception:
-    """Return an exception as it may be raised where a job's result is asked for.
+    """Return an exception that is safe to raise in the consumer of a job's result.
 
-    A job must not end the consumer's loop or process: StopIteration, SystemExit and the like become
-    a JobError.
+    A job must not end the consumer's loop or process, so StopIteration, SystemExit and the like
+    become a JobError.
     """
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
@@ -114,7 +114,7 @@ def _pickled(error: BaseException) -> bytes | None:
         again = pickle.loads(data)
     except Exception:
         return None
-    # Many exceptions build their message in __init__ and come back as something else.
+    # Many exceptions build their message in __init__ and unpickle with a different one.
     return data if type(again) is type(error) and str(again) == str(error) else None
 
 
@@ -122,15 +122,15 @@ def main(fd: int, parent: int) -> None:
     """Run the jobs of the parent until it closes its end of the socket.
 
     Args:
-        fd: the socket.
+        fd: descriptor of the socket.
         parent: process id of the parent.
     """
-    # The parent blocked them before this interpreter started: see `worker.signals_blocked`.
+    # The parent blocked these signals before it started this process; see `worker.signals_blocked`.
     for number in LEFT_TO_PARENT:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_PARENT)
     faulthandler.enable()
-    # A program that a job starts must not hold the socket open.
+    # Programs started by a job must not hold the socket open.
     os.set_inheritable(fd, False)
     sock = socket.socket(fileno=fd)
     threading.Thread(target=_exit_with_parent, args=(sock, parent), daemon=True).start()
@@ -153,7 +153,7 @@ def _serve(sock: socket.socket) -> None:
     while True:
         released, job = pickle.loads(receive_bytes(sock))
         sender.reclaim(released)
-        # A function, so that nothing of a job is held in memory while the next is waited for.
+        # A function, so that no local variable keeps a job in memory while waiting for the next.
         _answer(sender, do, job)
 
 
@@ -168,10 +168,11 @@ def _answer(sender: Sender, do: Callable[[Any], Any], job: bytes) -> None:
 def _exit_with_parent(sock: socket.socket, parent: int) -> None:
     """Exit if the socket is closed or the parent process has changed.
 
-    The second is for a parent that was killed while processes which it forked hold its end open.
+    The parent check is needed if the parent was killed while its forked children hold its end of
+    the socket open.
     """
     closed = select.poll()
-    closed.register(sock, 0)  # a closed socket is reported unasked
+    closed.register(sock, 0)  # poll always reports a closed socket
     while not closed.poll(_LOOK_S * 1000) and os.getppid() == parent:
         pass
     time.sleep(GRACE_S)

@@ -4,12 +4,13 @@
         for result in workers.run(jobs, max_bytes=4 << 30, max_jobs=8):
             ...
 
-`setup` is called once in each worker and returns the function that runs a job there, so that a
+`setup` is called once in each worker and returns the function that runs a job there, so that each
 worker opens its own files and connections.
 
-`workers.job_queue` keeps order and limits, `workers.executors` runs the jobs and restarts workers
-that die, `workers.shm_transport` carries results between processes. For processes, `setup` and the
-jobs have to pickle; the main script is not imported, and needs no `if __name__ == "__main__"`.
+`workers.job_queue` enforces order and limits, `workers.executors` runs the jobs and restarts dead
+workers, and `workers.shm_transport` sends results between processes. With processes, `setup` and
+the jobs must be picklable. Workers do not import the main script, so it needs no
+`if __name__ == "__main__"`.
 """
 
 import contextlib
@@ -39,7 +40,7 @@ __all__ = [
     "Workers",
 ]
 
-# Idle workers exit at once; one that runs a job is killed after this time.
+# Idle workers exit at once; a worker that runs a job is killed after this time.
 CLOSE_S = 1.5
 
 Job = TypeVar("Job")
@@ -50,14 +51,14 @@ class Workers(Generic[Job, Result]):
     """A pool that runs jobs ahead of their consumer; `close` it, or use it in a `with`.
 
     Args:
-        setup: called in each worker, before its first job; returns the function that runs a job.
-            It must be pure: a job that was lost with its worker is retried in another.
-        num_workers: processes; 0 for one thread of this process.
-        timeout_s: how long one job may take, together with the start of its worker.
-        name: of the workers, in messages.
+        setup: called in each worker before its first job; returns the function that runs a job.
+            That function must be pure, because a job whose worker died is retried in another.
+        num_workers: number of processes; 0 for one thread of this process.
+        timeout_s: maximum duration of a job, including the start of its worker.
+        name: name of the workers in messages.
 
     Raises:
-        ValueError: a number out of range, or `setup` cannot be sent to a process.
+        ValueError: a number is out of range, or `setup` cannot be sent to a process.
     """
 
     def __init__(
@@ -76,23 +77,23 @@ class Workers(Generic[Job, Result]):
         self._executors: list[Executor] = [
             ProcessExecutor(f"{name} {i}", setup) for i in range(num_workers)
         ] or [ThreadExecutor(f"{name} 0", setup)]
-        self._queues: list[JobQueue] = []  # of the current run; a list, shared with `_end`
+        self._queues: list[JobQueue] = []  # queue of the current run, in a list shared with `_end`
         self._end = weakref.finalize(self, _end, os.getpid(), self._queues, self._executors)
         _in_thread(_start, self._executors)
 
     def run(
         self, jobs: Iterable[tuple[Job, int]], *, max_bytes: int, max_jobs: int
     ) -> "OrderedResults[Result]":
-        """Start to run jobs ahead. Ends the previous run.
+        """Start to run jobs ahead and end the previous run.
 
         Args:
-            jobs: (job, estimated bytes of its result and working memory). The iterator is
-                advanced in threads of the workers, one at a time.
-            max_bytes: limit of the estimates in flight. A larger job runs alone.
+            jobs: (job, estimated bytes of its result and working memory). The workers' threads
+                advance the iterator, one thread at a time.
+            max_bytes: limit of the estimated bytes in flight. A larger job runs with no other job.
             max_jobs: limit of the jobs in flight.
 
         Raises:
-            ValueError: a number out of range.
+            ValueError: a number is out of range.
             ExecutorClosed: the workers are closed.
         """
         if max_bytes < 0 or max_jobs < 1:
@@ -109,10 +110,10 @@ class Workers(Generic[Job, Result]):
         return OrderedResults(self, queue)
 
     def close(self) -> None:
-        """End the run and all workers, within two seconds.
+        """End the run and all workers within two seconds.
 
-        A process that still runs a job is then killed. A thread cannot be: it ends after its job,
-        whose result is dropped.
+        A process that still runs a job then is killed. A thread cannot be killed; it ends after its
+        job, whose result is dropped.
         """
         self._end()
 
@@ -124,7 +125,7 @@ class Workers(Generic[Job, Result]):
 
 
 class OrderedResults(Generic[Result]):
-    """The results of one `Workers.run`, in the order of the jobs. For one thread at a time."""
+    """Results of one `Workers.run`, in job order; one thread at a time may use it."""
 
     def __init__(self, workers: Workers[Any, Result], queue: JobQueue):
         self._workers = workers  # keeps them from being finalised
@@ -134,34 +135,35 @@ class OrderedResults(Generic[Result]):
         return self
 
     def __next__(self) -> Result:
-        """Return the next result. Whatever is raised here ends the run.
+        """Return the next result; any exception ends the run.
 
         Raises:
             StopIteration: all jobs are done, or the run has ended.
-            TimeoutError: naming the job, and where it is.
+            TimeoutError: the job took too long; the message names the job and its executor.
             WorkerDied: two workers in a row died with the job.
             ExecutorClosed: the workers were closed meanwhile.
-            Exception: what the job raised, or the iterator of jobs in its place. From a process,
-                its `__cause__` holds the traceback; one that does not pickle becomes a JobError.
+            Exception: an exception of the job or of the job iterator. For a job in a process,
+                `__cause__` holds the traceback, and a JobError replaces an exception that does not
+                pickle.
         """
         try:
             return self._queue.take()
-        except BaseException:  # an interrupt too: the current result is lost
+        except BaseException:  # including an interrupt, which loses the current result
             self.close()
             raise
 
     def close(self) -> None:
-        """End the run: no further job is started, no further result returned."""
+        """End the run; no further job is started and no further result is returned."""
         self._queue.stop()
 
 
 def _in_thread(target: Callable[..., None], *args: Any) -> None:
-    """Run in another thread: in the main thread an interrupt could lose what was started."""
+    """Run `target` in another thread; in the main thread, an interrupt could lose its effects."""
     threading.Thread(target=target, args=args, name="workers", daemon=True).start()
 
 
 def _start(executors: list[Executor]) -> None:
-    """Begin the setup of all workers. An error here is raised again by the first job."""
+    """Start all workers; the first job raises any error again."""
     with contextlib.suppress(OSError, ExecutorClosed):
         for executor in executors:
             executor.start()
@@ -175,7 +177,7 @@ def _start_threads(queue: JobQueue, executors: list[Executor]) -> None:
 
 
 def _end(owner: int, queues: list[JobQueue], executors: list[Executor]) -> None:
-    """End run and workers: at `close`, at garbage collection, or at process exit."""
+    """End the run and the workers, at `close`, garbage collection or process exit."""
     if os.getpid() != owner:
         return  # a forked copy of the owner must not end its workers
     for queue in queues:
