@@ -69,8 +69,8 @@ class TrainConfig(Section):
     [-; kimi_pretrain/weights/vision_weights.py]"""
     start_from: str | None = None
     """Initial weights of the whole model: a checkpoint, a run's folder (its latest checkpoint) or a
-    Hugging Face folder of K2, Moonlight or K2.5. Optimizer, schedule and data start fresh;
-    docs/WEIGHTS.md. Weights from vision_weights take precedence.
+    Hugging Face folder of K2, Moonlight or K2.5. Optimizer, schedule and data start fresh by
+    default; docs/WEIGHTS.md. Weights from vision_weights take precedence.
     [-; kimi_pretrain/weights/initial_weights.py]"""
     start_optimizer: Literal["fresh", "keep"] = "fresh"
     """keep: continue with the optimizer state, step count and schedule position of start_from
@@ -116,7 +116,8 @@ class TrainConfig(Section):
     """Pairs of steps, one with and one without media, to time after the last step; results do not
     change. [pairs; kimi_pretrain/train.py]"""
     timeout_seconds: float = Field(default=600.0, gt=0)
-    """Time limit of a collective or a read; the run ends beyond it. [s; kimi_pretrain/train.py]"""
+    """Time limit of a collective or a read. The run ends if one takes longer.
+    [s; kimi_pretrain/train.py]"""
     threads: int | None = Field(default=None, gt=0)
     """CPU threads per process for torch; null: torch's default.
     [threads; kimi_pretrain/train.py]"""

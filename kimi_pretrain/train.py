@@ -97,7 +97,7 @@ def train(
     watchdog = _start_watchdog(config, run_dir, stop)
     watchdog.enter("join the job")
     mesh = engine_mesh.start(config.layout, backstop(config.train.timeout_seconds))
-    join_start(mesh.broadcast_from_rank0(start_id))  # rank 0's start holds the folder for all
+    join_start(mesh.broadcast_from_rank0(start_id))  # rank 0's start owns the folder; all may write
     watchdog.joined()
     log_to(run_dir, mesh.rank)
     # Nothing is torn down after an error: other ranks may be inside a collective, and an orderly

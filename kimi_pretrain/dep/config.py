@@ -85,8 +85,9 @@ class DepConfig(Section):
     """Group of ranks that shares the encoding: all ranks, each replica, or groups of this many
     replicas. [replicas; kimi_pretrain/parallel/ranks.py]"""
     ranks_per_node: int = Field(default=8, gt=0)
-    """Ranks per node. Among equally good plans, the planner takes the one with less traffic between
-    nodes, and only ranks of one node share an item. [ranks; kimi_pretrain/parallel/ranks.py]"""
+    """Ranks per node, for locality: among equally balanced plans, the vision planner takes the one
+    with less traffic, and only ranks of one node share an item.
+    [ranks; kimi_pretrain/parallel/ranks.py]"""
     max_patches_per_chunk: int = Field(default=65_536, gt=0)
     """Most patches in one forward pass of the encoder; the largest item must fit.
     [patches; kimi_pretrain/model.py]"""
@@ -132,4 +133,4 @@ class DepConfig(Section):
     """Number of microbatches ahead that a first stage starts to receive embeddings.
     [microbatches; kimi_pretrain/dep/bubble_step.py]"""
     check_recompute: bool = False
-    """Compare a hash of each recomputed output to the forward pass. [-; kimi_pretrain/model.py]"""
+    """Compare hashes of recomputed outputs with the originals. [-; kimi_pretrain/model.py]"""
