@@ -1,11 +1,10 @@
-"""The whole configuration of a run: typed, strict, defaults < YAML file < `key=value` overrides.
+"""Configuration of a run: typed, strict, with defaults < YAML file < `key=value` overrides.
 
-A section lies beside the code that reads it (`parallel.layout`, `weights.model_config`,
+Each section is defined next to the code that reads it (`parallel.layout`, `weights.model_config`,
 `dep.config`, `optim.config`, `checkpoint.config`, `reliability.config`, `data_pipeline.config`,
-`moonvit3d.config`); here they are joined, with `train`, whose reader starts Megatron-Core. What
-several sections decide together is checked here. An unknown key is an error that names its path and
-the nearest key that exists. `describe()` prints the arithmetic that follows from the few numbers a
-person states.
+`moonvit3d.config`). This module joins them and adds `train`, whose reader starts Megatron-Core. It
+also checks settings that depend on several sections. An unknown key raises an error that names its
+path and the nearest existing key. `describe()` prints the derived sizes of a step.
 """
 
 import difflib
@@ -31,139 +30,141 @@ from kimi_pretrain.weights.model_config import LanguageConfig, ModelConfig
 from typed_config import yaml_text
 from typed_config.section import Section, problems
 
-# A value in a message: YAML's aliases let a few lines stand for a billion entries.
+# Shortens values in messages: YAML's aliases let a few lines stand for a billion entries.
 _SHORT = reprlib.Repr()
 _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlevel = 200, 200, 2
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run: the message names the key, the value and what is allowed."""
+    """A configuration that cannot run; the message names the key, its value and what is allowed."""
 
 
 AnySection = typing.TypeVar("AnySection", bound=Section)
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float64": 8}
-"""Bytes of a number, by `train.dtype`."""
+"""Bytes per number, by `train.dtype`."""
 
 MIB, GIB = 1 << 20, 1 << 30
-"""Bytes of the units that keys and messages have."""
+"""Bytes per MiB and GiB, the units of keys and messages."""
 
 
 class TrainConfig(Section):
-    """The loop: length, precision, what is measured."""
+    """Training loop: length, precision and measurements."""
 
     steps: int = Field(gt=0)
     """Length of the run. [optimizer steps; kimi_pretrain/train.py]"""
     rows_per_microbatch: int = Field(default=1, gt=0)
-    """Rows that go through the model together. Not only a matter of speed: the routers' balance
-    loss is taken over each microbatch, all its rows together.
+    """Rows of one microbatch. This setting changes more than the speed: the routers compute their
+    balance loss per microbatch, over all its rows.
     [rows; kimi_pretrain/step.py]"""
     seed: int = 0
-    """Seed of the weights, and of what is random in a step. [-; kimi_pretrain/model.py]"""
+    """Seed of the weights and of the randomness in each step. [-; kimi_pretrain/model.py]"""
     vision_weights: str | None = None
-    """What the encoder starts from: a safetensors file or a Hugging Face folder in any layout that
-    `moonvit3d.weights` knows (Kimi K2.5's own, SigLIP's), a checkpoint, or a run's folder (its
-    latest one); docs/STAGES.md. [-; kimi_pretrain/weights/vision_weights.py]"""
+    """Initial weights of the encoder: a safetensors file or a Hugging Face folder in any layout
+    that `moonvit3d.weights` supports (Kimi K2.5, SigLIP), a checkpoint, or a run's folder (its
+    latest checkpoint); docs/STAGES.md. [-; kimi_pretrain/weights/vision_weights.py]"""
     vision_part: Literal["tower", "projector", "both"] | None = None
-    """What is taken of vision_weights. The tower alone fits where the language model has another
-    width. null: both, and of SigLIP, which has no projector, the tower.
+    """Part of vision_weights to load. Load only the tower if the language model has another width.
+    null: both; for SigLIP, which has no projector, the tower.
     [-; kimi_pretrain/weights/vision_weights.py]"""
     start_from: str | None = None
-    """Where all weights start from: a checkpoint, a run's folder (its latest one) or a Hugging Face
-    folder of K2, Moonlight or K2.5, with a fresh optimizer, schedule and data; docs/WEIGHTS.md.
-    What vision_weights gives is from there.
+    """Initial weights of the whole model: a checkpoint, a run's folder (its latest checkpoint) or a
+    Hugging Face folder of K2, Moonlight or K2.5. Optimizer, schedule and data start fresh by
+    default; docs/WEIGHTS.md. Weights from vision_weights take precedence.
     [-; kimi_pretrain/weights/initial_weights.py]"""
     start_optimizer: Literal["fresh", "keep"] = "fresh"
-    """keep: go on with the optimizer's state, the count of steps (train.steps are those of both
-    together) and the place in the schedule of start_from, and with its data where they are the
-    same; docs/STAGES.md. [-; kimi_pretrain/weights/kept_optimizer.py]"""
+    """keep: continue with the optimizer state, step count and schedule position of start_from
+    (train.steps then counts the steps of both stages), and with its data position if the data are
+    the same; docs/STAGES.md. [-; kimi_pretrain/weights/kept_optimizer.py]"""
     dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
     """Precision of weights and activations. [-; kimi_pretrain/engine/model_builder.py]"""
     attention: Literal["auto", "portable", "flex", "transformer_engine"] = "auto"
-    """What computes the language model's attention: plain torch block by block (portable), torch's
-    FlexAttention on CUDA (flex), Transformer Engine's kernels. None holds a matrix of logits. auto:
-    flex on a GPU in bfloat16, portable elsewhere.
+    """Kernels for the language model's attention: plain torch block by block (portable), torch's
+    FlexAttention on CUDA (flex), or Transformer Engine. None of them materializes the matrix of
+    logits. auto: flex on a GPU in bfloat16, portable elsewhere.
     [-; kimi_pretrain/attention/choice.py]"""
     recompute: list[Literal["norms", "swiglu", "mla_up"]] = Field(default_factory=list)
-    """What is computed again in the backward pass instead of kept: outputs of norms, of SwiGLU, and
-    query, key and value of MLA. Losses and gradients stay the same bit for bit; docs/MEMORY.md.
-    [-; kimi_pretrain/memory/saved.py]"""
+    """Activations to recompute in the backward pass: outputs of norms, of SwiGLU, and query, key
+    and value of MLA. Losses and gradients stay bit-identical; docs/MEMORY.md. [-;
+    kimi_pretrain/memory/saved.py]"""
     fp8_storage: bool = False
-    """Keep the inputs of the experts' up projections and of SwiGLU in FP8 (E4M3, tiles of 1x128,
-    fp32 scales) until the backward pass. Gradients of these layers differ by 3-4%; docs/MEMORY.md.
+    """Save the inputs of the experts' up projections and of SwiGLU in FP8 (E4M3, tiles of 1x128,
+    fp32 scales) for the backward pass. Gradients of these layers differ by 3-4%; docs/MEMORY.md.
     [-; kimi_pretrain/engine/backbone.py]"""
     offload: bool = False
-    """Let what the backward pass needs wait in host memory, layer by layer; changes no bit;
-    docs/MEMORY.md. [-; kimi_pretrain/memory/host_memory.py]"""
+    """Offload saved tensors to host memory until the backward pass, layer by layer. Results stay
+    bit-identical; docs/MEMORY.md. [-; kimi_pretrain/memory/host_memory.py]"""
     offload_min_mib: float = Field(default=1.0, ge=0)
     """Smaller tensors stay on the device. [MiB; kimi_pretrain/engine/backbone.py]"""
     validate_every: int | None = Field(default=None, gt=0)
-    """Steps between validations: the loss of the sources of `data.heldout`, before the first step
-    and after the last one, too; changes nothing. null: none. [steps; kimi_pretrain/train.py]"""
+    """Steps between validations, which measure the loss on the sources of `data.heldout`. The run
+    also validates before its first and after its last step. Training results do not change. null:
+    no validation. [steps; kimi_pretrain/train.py]"""
     print_every: int = Field(default=10, gt=0)
-    """Where output goes into a file or a pipe, every so many steps are told in a line.
+    """Steps between progress lines if the output goes to a file or a pipe.
     [steps; kimi_pretrain/telemetry/recorder.py]"""
     pictures: bool = True
-    """Draw the run once it is finished, as `kimi-pretrain plot` does. [-; launch/local/start.py]"""
+    """Plot the finished run, as `kimi-pretrain plot` does. [-; launch/local/start.py]"""
     keep_diff: bool = True
-    """Keep how the code differs from its commit, in diff.patch of the run folder: at most 1 MiB,
-    with what looks like a secret masked. false: only its size and SHA-256.
+    """Store the difference between the code and its commit in diff.patch of the run folder: at most
+    1 MiB, with likely secrets masked. false: store only its size and SHA-256.
     [-; kimi_pretrain/telemetry/diff_secrets.py]"""
     trace_step: int | None = Field(default=None, gt=0)
-    """Step to write a profile of; changes nothing. null: none.
+    """Step to profile; results do not change. null: no profile.
     [step; kimi_pretrain/telemetry/recorder.py]"""
     efficiency_pairs: int = Field(default=0, ge=0)
-    """Pairs of steps, with and without media, that are timed after the last step; changes nothing.
-    [pairs; kimi_pretrain/train.py]"""
+    """Pairs of steps, one with and one without media, to time after the last step; results do not
+    change. [pairs; kimi_pretrain/train.py]"""
     timeout_seconds: float = Field(default=600.0, gt=0)
-    """A collective or a read that takes longer ends the run. [s; kimi_pretrain/train.py]"""
+    """Time limit of a collective or a read. The run ends if one takes longer.
+    [s; kimi_pretrain/train.py]"""
     threads: int | None = Field(default=None, gt=0)
-    """CPU threads of a process, for torch; null leaves torch's choice.
+    """CPU threads per process for torch; null: torch's default.
     [threads; kimi_pretrain/train.py]"""
     peak_tflops: float | None = Field(default=None, gt=0)
-    """What MFU divides by; null: the data sheet's of a known GPU.
+    """Peak throughput that MFU divides by; null: the data-sheet value of a known GPU.
     [TFLOP/s per GPU; kimi_pretrain/telemetry/mfu.py]"""
     memory_limit_gib: float | None = Field(default=None, gt=0)
-    """A run whose plan of memory (`kimi-pretrain plan --memory`) goes over it on some rank is
-    refused before it starts; leave a few GiB for CUDA and NCCL. null: no bound.
+    """Memory limit per rank. A run is refused before it starts if its memory plan (`kimi-pretrain
+    plan --memory`) exceeds the limit on any rank; leave a few GiB for CUDA and NCCL. null: none.
     [GiB; kimi_pretrain/memory/plan.py]"""
     frozen: list[Literal["vision_tower", "projector", "language_model"]] = Field(
         default_factory=list
     )
-    """Parts that are not trained. A run is resumed with the same. [-; kimi_pretrain/model.py]"""
+    """Parts that are not trained. A resume needs the same list. [-; kimi_pretrain/model.py]"""
     siglip: SiglipConfig | None = None
-    """Kimi-VL's objective for the encoder: SigLIP's loss of all pairs of an image and its caption
-    beside the captions' own; docs/STAGES.md. null: the captions' alone.
+    """Kimi-VL's objective for the encoder: SigLIP's loss over all pairs of an image and a caption,
+    added to the caption loss; docs/STAGES.md. null: only the caption loss.
     [-; kimi_pretrain/siglip/step.py]"""
     stage: str | None = Field(default=None, min_length=1)
-    """Name of this stage of training, for its checkpoints: a run is resumed with the same.
+    """Name of this training stage, stored in its checkpoints. A resume needs the same name.
     [-; kimi_pretrain/checkpoint/manifest.py]"""
 
 
 class Config(Section):
-    """Everything a run needs; written resolved into its run folder."""
+    """All settings of a run; the resolved configuration is written into the run folder."""
 
     model: ModelConfig
     """Sizes of the encoder and of the language model. [-; kimi_pretrain/model.py]"""
     layout: LayoutConfig
-    """How the processes are arranged. [-; kimi_pretrain/engine/mesh.py]"""
+    """Arrangement of the processes. [-; kimi_pretrain/engine/mesh.py]"""
     data: DataConfig
-    """Sources, shares, rows and how they are read. [-; data_pipeline/loader.py]"""
+    """Sources, weights, rows and reading. [-; data_pipeline/loader.py]"""
     optim: OptimConfig
     """Optimizer and learning rate. [-; kimi_pretrain/update.py]"""
     dep: DepConfig = DepConfig()
     """The Decoupled Encoder Process. [-; kimi_pretrain/dep/planner.py]"""
     train: TrainConfig
-    """The loop. [-; kimi_pretrain/train.py]"""
+    """Training loop. [-; kimi_pretrain/train.py]"""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """What is saved. [-; kimi_pretrain/checkpoint/scheduler.py]"""
+    """Saving of checkpoints. [-; kimi_pretrain/checkpoint/scheduler.py]"""
     resume: ResumeConfig = ResumeConfig()
-    """How a run goes on. [-; kimi_pretrain/checkpoint/find.py]"""
+    """Resuming a run. [-; kimi_pretrain/checkpoint/find.py]"""
     guard: GuardConfig = GuardConfig()
-    """Steps that would harm the model. [-; kimi_pretrain/reliability/anomaly_guard.py]"""
+    """Guard against harmful steps. [-; kimi_pretrain/reliability/anomaly_guard.py]"""
 
     def tokens_per_step(self) -> int:
-        """Return the tokens of a global batch, padding of its rows included."""
+        """Return the tokens of a global batch, including the padding of its rows."""
         return self.data.rows_per_step * self.data.seq_len
 
     def num_microbatches(self) -> int:
@@ -171,15 +172,15 @@ class Config(Section):
         return self.data.rows_per_step // (self.layout.dp * self.train.rows_per_microbatch)
 
     def chunks(self) -> list[tuple[range, bool]]:
-        """Return the layers of each chunk, and whether it has the loss; see `chunks_of`."""
+        """Return the layers of each virtual stage and whether it has the loss (`chunks_of`)."""
         return chunks_of(self.layout, self.model.language.num_layers)
 
     def in_bubbles(self) -> bool:
-        """Whether vision work runs inside the pipeline; without a pipeline there are no bubbles."""
+        """Return whether vision work runs inside pipeline bubbles; without a pipeline it cannot."""
         return self.dep.bubbles != "none" and self.layout.pp > 1
 
     def row_group(self) -> int:
-        """Return the rows of whose multiples the layout can make a step."""
+        """Return the granularity of `data.rows_per_step` that the layout allows, in rows."""
         layout = self.layout
         groups = layout.pp if layout.vpp > 1 else 1  # interleaved 1F1B runs microbatches in groups
         return layout.dp * self.train.rows_per_microbatch * groups
@@ -205,7 +206,7 @@ class Config(Section):
 
 
 def check_layout(config: Config) -> None:
-    """Refuse layouts that cannot run, or that Megatron-Core would run silently wrong.
+    """Refuse layouts that cannot run or that Megatron-Core would run with silent errors.
 
     Raises:
         ValueError: names the numbers that do not divide.
@@ -278,7 +279,7 @@ def _check_overlap(config: Config) -> None:
 
 
 def replicas_per_scope(config: Config) -> int:
-    """Return how many replicas share the encoding of their media (`dep.scope`)."""
+    """Return the number of replicas that share the encoding of their media (`dep.scope`)."""
     scope = config.dep.scope
     if scope == "world":
         return config.layout.dp
@@ -286,7 +287,7 @@ def replicas_per_scope(config: Config) -> int:
 
 
 def check_dep(config: Config) -> None:
-    """Refuse settings of the encoder that contradict each other.
+    """Refuse encoder settings that contradict each other.
 
     Raises:
         ValueError: names the keys and their values.
@@ -319,7 +320,7 @@ def check_dep(config: Config) -> None:
 
 
 def _check_bubbles(config: Config) -> None:
-    """Refuse what does not go with vision work inside the pipeline."""
+    """Refuse settings that conflict with vision work inside pipeline bubbles."""
     dep = config.dep
     if dep.bubbles == "none":
         return
@@ -350,7 +351,7 @@ def _check_bubbles(config: Config) -> None:
 
 
 def _check_start(train: TrainConfig) -> None:
-    """Refuse keys of a start that mean nothing without, or beside, others."""
+    """Refuse settings of the initial weights that need, or conflict with, other settings."""
     if train.vision_part is not None and train.vision_weights is None:
         raise ValueError(
             f"train.vision_part={train.vision_part} without train.vision_weights: a part of what?"
@@ -364,7 +365,7 @@ def _check_start(train: TrainConfig) -> None:
 
 
 def check_attention(config: Config) -> None:
-    """Refuse what the kernels that were asked for do not take.
+    """Refuse settings that the selected attention kernels do not support.
 
     Raises:
         ValueError: names the keys and their values.
@@ -391,7 +392,7 @@ def check_attention(config: Config) -> None:
 
 
 def check_context(config: Config) -> None:
-    """Refuse rows that are longer than the positions that rotary angles are scaled for.
+    """Refuse rows longer than the range of positions that the rotary angles are scaled for.
 
     Raises:
         ValueError: names the keys and their values.
@@ -408,7 +409,7 @@ def check_context(config: Config) -> None:
 
 
 def check_memory(config: Config) -> None:
-    """Refuse what cannot be done with saved tensors.
+    """Refuse contradictory settings for saved tensors.
 
     Raises:
         ValueError: names the keys and their values.
@@ -424,7 +425,7 @@ def check_memory(config: Config) -> None:
 
 
 def check_deepspeed(config: Config) -> None:
-    """Refuse what DeepSpeed's ZeRO does not train.
+    """Refuse settings that the DeepSpeed ZeRO optimizer does not support.
 
     Raises:
         ValueError: names the keys and their values.
@@ -458,7 +459,7 @@ def check_deepspeed(config: Config) -> None:
 
 
 def check_siglip(config: Config) -> None:
-    """Refuse what SigLIP's objective is not trained with.
+    """Refuse settings that SigLIP's objective does not support.
 
     Raises:
         ValueError: names the keys and their values.
@@ -507,7 +508,7 @@ def _check_widths(tp: int, language: LanguageConfig) -> None:
 
 
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
-    """Read a YAML file (or the name of a shipped preset), apply overrides, check everything.
+    """Read a YAML file or a shipped preset, apply the overrides and validate the result.
 
     Args:
         path: a file, or a preset's name such as `tiny_cpu` or `configs/tiny_cpu.yaml`.
@@ -524,13 +525,13 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
 
 
 def read_yaml(file: Path, such_as: str = "model") -> dict[str, Any]:
-    """Return the mapping that a YAML file holds, in which a key may stand once.
+    """Return the mapping in a YAML file; a repeated key is an error.
 
     Args:
-        such_as: a key that is expected, for the message.
+        such_as: an expected key, for the message.
 
     Raises:
-        ConfigError: no YAML, or no mapping.
+        ConfigError: the file is not YAML or holds no mapping.
     """
     found = _parse_yaml(_text(file), str(file))
     if not isinstance(found, dict):
@@ -546,7 +547,7 @@ def parse_config(values: dict[str, Any], where: str = "config") -> Config:
 
 
 def parse_section(kind: type[AnySection], values: dict[str, Any], where: str) -> AnySection:
-    """Check nested plain values and return them typed.
+    """Check nested plain values and return the typed section.
 
     Raises:
         ConfigError: one message that names every key that is wrong.
@@ -563,7 +564,7 @@ def find_config(path: str | Path, kind: str = "configs") -> Path:
     """Return the file for a path or a preset's name, in a checkout or in an installed package.
 
     Args:
-        kind: the folder of presets: "configs", or "stages" in it, the chains of stages.
+        kind: folder of presets: "configs", or its subfolder "stages" (chains of stages).
     """
     given = Path(path)
     if given.is_file():
@@ -585,7 +586,7 @@ def dump_config(config: Config) -> str:
 
 
 def describe(config: Config) -> str:
-    """Return the arithmetic of a step in a few lines, as printed before a run starts."""
+    """Return the sizes of a step in a few lines, printed before a run starts."""
     data, layout, train = config.data, config.layout, config.train
     tokens = config.tokens_per_step()
     return (
@@ -633,11 +634,11 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
 
 def _unknown_keys(section: Any, values: Any, where: str) -> typing.Iterator[str]:
     if typing.get_origin(section) in (typing.Union, types.UnionType):
-        # Of a list, a name or nothing, say, the form that was written.
+        # Select the member of the union that matches the form of the written value.
         written = (s for s in typing.get_args(section) if typing.get_origin(s) is type(values))
         section = next(written, section)
     if typing.get_origin(section) in (dict, list):
-        # Sections under names of the user's own, or one after the other.
+        # A dict of sections under user-defined names, or a list of sections.
         *_, inner = typing.get_args(section)
         entries: typing.Iterable[Any] = ()
         if isinstance(values, dict):

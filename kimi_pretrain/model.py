@@ -1,8 +1,7 @@
-"""The model of one rank: the replicated vision encoder and its chunks of the language model.
+"""Model of one rank: the replicated vision encoder and its virtual stages of the language model.
 
-`Model.build` makes both halves and the exchange between them. The rest is how the optimizer and
-checkpoints see a model: a table of tensors under their Hugging Face checkpoint names, the same for
-every parallel layout.
+`Model.build` makes both halves and the exchange between them. The optimizer and checkpoints see a
+model as a table of tensors keyed by Hugging Face checkpoint name, independent of the layout.
 """
 
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ WIRE_DTYPES = {"model": None, "float32": torch.float32, "bfloat16": torch.bfloat
 
 @dataclass(frozen=True)
 class Model:
-    """Both halves and the exchange between them, built alike for training and for evaluation."""
+    """Both halves and the exchange between them, the same for training and evaluation."""
 
     encoder: DecoupledEncoder
     backbone: Backbone
@@ -34,7 +33,7 @@ class Model:
 
     @classmethod
     def build(cls, config: Config, mesh: Mesh) -> "Model":
-        """Build this rank's share; every layout starts from the same weights."""
+        """Build this rank's part of the model; the initial weights do not depend on the layout."""
         dep, timeout = config.dep, config.train.timeout_seconds
         backbone = build_backbone(config, mesh)
         sharing = [ranks.tolist() for ranks in scopes(config)]
@@ -57,7 +56,7 @@ class Model:
         return cls(encoder, backbone, exchange)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor of this rank by its checkpoint name, routing biases too."""
+        """Return every tensor of this rank by checkpoint name, including routing biases."""
         vision = {name: p.detach() for name, p in self.encoder.module.named_parameters()}
         return vision | {view.name: view.data for view in self.backbone.views(buffers=True)}
 

@@ -1,4 +1,4 @@
-"""`Run`: data, model, optimizer and step of a training run, built in the order of their checks."""
+"""Builds data, model, optimizer and step of a training run; cheap checks come first."""
 
 import logging
 import os
@@ -36,16 +36,18 @@ log = logging.getLogger("kimi_pretrain.train")
 
 
 class Run:
-    """Everything a run is made of; cheap checks come first.
+    """All parts of a training run.
 
-    The order is initial weights, store, indices, shards, model. State is in the model, the
-    optimizer, the guard and the loader; `tensors` and `run_state` are all of it.
+    They are built in the order initial weights, store, indices, shards, model, so that cheap checks
+    fail first. Model, optimizer, guard and loader hold the state; `tensors` and `run_state` return
+    all of it.
 
     Args:
-        resume: checkpoint to resume from: as from `find`, or a folder or URI that is verified here.
-        watch: called with the name of each stage of the start.
-        change_data: go over to this configuration's shares and sources where the checkpoint was
-            saved with others.
+        resume: checkpoint to resume from: the result of `find`, or a folder or URI, which is
+            verified first.
+        watch: called with the name of each start-up stage.
+        change_data: switch to this configuration's sources and weights if the checkpoint was saved
+            with different ones.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class Run:
         self.planner = VisionPlanner(config)
         self.store = open_data(config.data)
         self.loader = self._open_loader()
-        planner = self.loader.planner  # a list that is being replaced would divide the ranks
+        planner = self.loader.planner  # ranks would disagree if the file changed between reads
         planner.tombstones = mesh.broadcast_from_rank0(lambda: planner.tombstones)
         watch("build the model")
         self.model = Model.build(config, mesh)
@@ -75,7 +77,7 @@ class Run:
         trained = {view.name for view in self.backbone.views()}
         self._routing_biases = {view.name for view in self.backbone.views(buffers=True)} - trained
         self.update = Update(config, mesh, self.encoder, self.backbone)
-        self.train_step = train_step_of(self)  # a `TrainStep`, with SigLIP's pairs where asked
+        self.train_step = train_step_of(self)  # a `TrainStep`, with SigLIP's pairs if configured
         self.validation = None
         if config.train.validate_every is not None:
             found = (self.store, self.tokenizer, self._heldout)
@@ -86,7 +88,7 @@ class Run:
             watch("read the first weights")
             progress = partial(watch, "read the first weights")
             start.fill(mesh, self.tensors(), self.replica_group_of(), progress)
-            if start.keep:  # train.start_optimizer: more than the weights
+            if start.keep:  # `train.start_optimizer` keeps more than the weights
                 self._resume(start.checkpoint(), kept=True)
         if resume is not None:
             self._resume(resume, change_data=change_data)
@@ -108,39 +110,39 @@ class Run:
 
     @property
     def sources(self) -> list[dict[str, Any]]:
-        """What it reads, as sources.json tells it."""
+        """Sources of this run, in the format of sources.json."""
         planner = self.loader.planner
         changes = planner.state_dict()["changes"]
         return run_sources(self.config.data, planner.indices, self._heldout, changes)
 
     @property
     def finished(self) -> str | None:
-        """Why no step is left to train: all are done, or the budget is used up; None: some are."""
+        """Reason why no step is left (all done, or budget used up); None while steps remain."""
         if self.step >= self.config.train.steps:
             return f"all {self.config.train.steps} steps (train.steps) are done"
         return self.loader.used_up
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return everything a checkpoint holds: the model's and the optimizer's tensors."""
+        """Return all tensors of a checkpoint: those of the model and of the optimizer."""
         return self.model.tensors() | self.update.optimizer.state_dict()
 
     def replica_group_of(self) -> dict[str, str]:
-        """Return the replica group of every tensor that other ranks hold, too."""
+        """Return the replica group of every tensor that other ranks also hold."""
         held = {name: replicas_of(name) for name in self.model.tensors()}
-        return held | {OPTIMIZER_STEPS: "encoder"}  # every rank has that count, as the encoder
+        return held | {OPTIMIZER_STEPS: "encoder"}  # every rank has this count, like the encoder
 
     def changes_only_in_update(self, name: str) -> bool:
-        """Whether a tensor changes in phase 7 alone; routing biases move inside the backbone."""
+        """Return True for tensors that only phase 7 changes; the backbone moves routing biases."""
         return name not in self._routing_biases
 
     def run_state(self) -> RunState:
-        """Return what a checkpoint holds besides tensors."""
+        """Return the content of a checkpoint besides its tensors."""
         guard, updates = self.update.guard, self.update.optimizer.steps
         loader = self.loader.state_dict()
         return RunState(self.step, updates, loader, guard.losses, guard.skips_in_row)
 
     def save(self, root: str | os.PathLike[str]) -> str:
-        """Write a checkpoint of the step that was just done, and wait for it; returns its URI."""
+        """Write a checkpoint of the latest step, wait until it is complete, and return its URI."""
         checkpoints = CheckpointSaver(open_place(root), self.config, self.mesh)
         checkpoints.begin(self.tensors(), self.run_state())
         uri = checkpoints.finish()
@@ -164,11 +166,11 @@ class Run:
             data = self.loader.planner.state_dict()
         self.loader.load_state_dict(data)
         if anew is None:
-            self.update.guard.resume(state.losses, state.skips_in_row)  # losses on these data
+            self.update.guard.resume(state.losses, state.skips_in_row)  # losses on the same data
         else:
             log.warning("the data begin anew: %s", anew)
         log.info("resumed from %s: %d steps are done", checkpoint.uri, self.step)
 
     def close(self) -> None:
-        """End the loader's threads."""
+        """Stop the loader's threads."""
         self.loader.close()

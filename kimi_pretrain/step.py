@@ -1,7 +1,7 @@
 """One training step: phases 2 to 7 of docs/ARCHITECTURE.md (K2.5 report, section 4.5.1).
 
-    0 plan, 1 fetch       ahead of time in the loader; `needs` tells it what this rank reads
-    2 vision forward      every rank encodes its media in chunks, as a rule without a graph
+    0 plan, 1 fetch       ahead of time in the loader; `needs` returns what this rank reads
+    2 vision forward      every rank encodes its media in chunks, normally under `no_grad`
     3 hand-over           embeddings to the first pipeline stages, where they become leaves
     4 backbone            forward and backward of all microbatches in the pipeline schedule
     5 hand-back           the leaves' gradients back to the ranks that encoded
@@ -9,8 +9,8 @@
     7 update              one divisor, one norm, MuonClip
     8 record, save        after the step, in `kimi_pretrain.train`
 
-Losses and gradients are sums over tokens everywhere; the one divisor, the global number of loss
-tokens, is applied in phase 7 to encoder and backbone alike.
+Losses and gradients are sums over tokens. Phase 7 divides both once, for encoder and backbone, by
+the global number of loss tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,15 +38,15 @@ from kimi_pretrain.telemetry.losses import LossSums, summed
 from kimi_pretrain.telemetry.phases import BACKBONE, PhaseClock
 from kimi_pretrain.update import Update, UpdateReport
 
-# Directions of the exchange, as metrics name them, and the phase in which each one is used.
+# Directions of the exchange as the metrics name them, with the phase that uses each.
 DIRECTIONS = (("over", "3 hand-over"), ("back", "5 hand-back"))
 
-# Of `_encode`: the pass, rows of `received` in each leaf, `received.shape`.
+# Result of `_encode`: the pass, rows of `received` in each leaf, `received.shape`.
 Encoded = tuple[EncoderPass, list[Tensor | None], torch.Size]
 
 
 def needs(mesh: Mesh, planner: VisionPlanner) -> Callable[[GlobalPlan], Needs]:
-    """Return what this rank reads for a step: its replica's rows, and the media it encodes."""
+    """Return a function from a plan to this rank's reads: rows of its replica, media to encode."""
     reads_text = mesh.is_first_stage or mesh.is_last_stage
 
     def of(plan: GlobalPlan) -> Needs:
@@ -59,22 +59,22 @@ def needs(mesh: Mesh, planner: VisionPlanner) -> Callable[[GlobalPlan], Needs]:
 
 @dataclass
 class StepReport:
-    """What one step did; the same on every rank but for `bad` and what was measured.
+    """Results of one step; equal on every rank except for `bad` and the measurements.
 
     Attributes:
         loss: mean over the global batch's loss tokens.
-        loss_tokens, text_tokens, vision_tokens, items: of the global batch.
+        loss_tokens, text_tokens, vision_tokens, items: counts over the global batch.
         skipped: samples of the plan whose loss did not count because they were unusable, int64.
-        bad: what this rank found unusable, and why.
+        bad: samples that this rank found unusable, with the reasons.
         spans: phase -> (start, end) in seconds of the wall clock, on this rank.
-        peak_bytes: phase -> most memory in use, on this rank.
-        exchange_bytes: embeddings sent to other ranks "over", gradients sent "back", by this rank;
+        peak_bytes: phase -> peak memory in use, on this rank.
+        exchange_bytes: bytes this rank sent to other ranks: embeddings "over", gradients "back";
             a key is absent if its phase was skipped.
-        kept_patches: patches that this rank did not have to encode again.
-        losses: of the tokens whose loss this rank counts, by source and place in the document.
+        kept_patches: patches whose activations this rank kept instead of encoding them again.
+        losses: sums over the tokens whose loss this rank counts, by source and document position.
         siglip: mean loss, number and patches of the batch's pairs; None: `train.siglip` is off.
-        bubble_seconds, bubble_times: of this rank; None: no vision work ran in bubbles.
-        bubble_sections: vision work and waits inside phase 4; of `train.trace_step` alone.
+        bubble_seconds, bubble_times: of this rank; None if no vision work ran in bubbles.
+        bubble_sections: vision work and waits inside phase 4; only in `train.trace_step`.
     """
 
     loss: float
@@ -99,14 +99,14 @@ class StepReport:
 
 @dataclass(frozen=True)
 class BatchLoss:
-    """What phase 4 comes to: the mean of the global batch, and this rank's sums by source."""
+    """Result of phase 4: the mean loss of the global batch, and this rank's sums by source."""
 
     mean: float
     own: LossSums
 
 
 class ForwardStep:
-    """Phases 2 to 4 without a graph, for validation; `TrainStep` adds the way back."""
+    """Phases 2 to 4 without a graph, for validation; `TrainStep` adds the backward phases."""
 
     def __init__(self, config: Config, mesh: Mesh, model: Model, planner: VisionPlanner):
         self.config, self.mesh, self.planner = config, mesh, planner
@@ -114,10 +114,10 @@ class ForwardStep:
         self.clock = PhaseClock(mesh.device)
 
     def forward(self, batch: StepBatch) -> tuple[LossSums, np.ndarray]:
-        """Run phases 2 to 4 forward alone; changes nothing that training or a checkpoint knows.
+        """Run phases 2 to 4 forward only, without changing any state of training or checkpoints.
 
         Returns:
-            the losses of the tokens that this rank counts, and the unusable samples of all.
+            the losses of the tokens that this rank counts, and the unusable samples of all ranks.
         """
         vision = self.planner.plan(batch.plan)
         microbatches, skipped = self._prepare(batch)
@@ -143,7 +143,7 @@ class ForwardStep:
         trained: bool,
         room: int = 0,
     ) -> Encoded:
-        """Phases 2 and 3.
+        """Run phases 2 and 3.
 
         `encoded` is [tokens this rank encoded, out_width]; `received` is [tokens this first-stage
         rank holds, out_width], (0, out_width) on ranks of other stages.
@@ -163,7 +163,7 @@ class ForwardStep:
                 requires_grad=trained,
                 offload=self.config.dep.offload_outputs,
             )
-        return work, leaf_rows, received.shape  # the leaves hold the embeddings now
+        return work, leaf_rows, received.shape  # the leaves now hold the embeddings
 
     def _own_losses(self, microbatches: list[Microbatch], losses: list[Tensor]) -> LossSums:
         """Return the sums by source of the tokens whose loss this rank counts."""
@@ -174,21 +174,21 @@ class ForwardStep:
         return summed(values.numpy(), np.concatenate(cells))
 
     def _pixels(self, batch: StepBatch, vision: VisionPlan) -> Pixels:
-        """Return the patches of the items that this rank has fetched.
+        """Return the patches of the items that this rank fetched.
 
-        An unusable item becomes black patches of its planned size: shapes and collectives stay as
-        planned, and the loss of its sample is masked.
+        Black patches of the planned size replace an unusable item, so that shapes and collectives
+        stay as planned; the loss of its sample is masked.
         """
         sizes = batch.plan.items.patches
         missing = set(vision.fetched_by(self.mesh.rank).tolist()) - batch.media.keys()
-        # An unreported one would be trained on as a black image.
+        # A missing item without a report would be trained on as a black image.
         assert missing <= {bad.item for bad in batch.bad}, (missing, batch.bad)
         blank = {item: np.zeros((int(sizes[item]), 3, 14, 14), np.uint8) for item in missing}
         return {**batch.media, **blank}
 
     def _skipped_samples(self, batch: StepBatch) -> np.ndarray:
         """Return the samples that some rank found unusable, the same array on every rank."""
-        if not self.mesh.max([float(len(batch.bad))])[0]:  # one number, as a rule
+        if not self.mesh.max([float(len(batch.bad))])[0]:  # usually a single scalar is enough
             return np.zeros(0, np.int64)
         unusable = np.zeros(len(batch.plan.samples.row))
         unusable[[bad.sample for bad in batch.bad]] = 1.0
@@ -208,9 +208,9 @@ class TrainStep(ForwardStep):
         """Run phases 2 to 7 on a fetched step.
 
         Args:
-            batch: from the loader; holds what `needs` asked for.
-            text_only: replace every media token by a text token and skip the vision phases. Only
-                for measuring efficiency: it trains on nonsense.
+            batch: batch from the loader, with everything that `needs` returned.
+            text_only: replace every media token by a text token and skip the vision phases. Use it
+                only to measure efficiency: the model trains on nonsense.
         """
         self.clock.restart()
         self.encoder.sums.zero()
@@ -223,7 +223,7 @@ class TrainStep(ForwardStep):
                 parts = self.planner.parts
                 replace_media_tokens(batch.plan, self.mesh, parts, vocab_size, microbatches)
         kept_patches = 0
-        if text_only or not len(vision.tokens):  # on all ranks alike: the plan is global
+        if text_only or not len(vision.tokens):  # the same on all ranks, because the plan is global
             loss = self._backbone(batch.plan, microbatches, loss_tokens)
         elif self.config.dep.placement == "colocated":
             loss = self._colocated(batch, vision, microbatches, loss_tokens)
@@ -236,7 +236,7 @@ class TrainStep(ForwardStep):
     def _decoupled(
         self, batch: StepBatch, vision: VisionPlan, microbatches: list[Microbatch], loss_tokens: int
     ) -> tuple[BatchLoss, int]:
-        """Phases 2 to 6; returns the loss, and the patches that were not encoded twice."""
+        """Run phases 2 to 6; return the loss and the patches that were not encoded twice."""
         trained = self.encoder.trainable
         room = self._room_for_activations(vision)
         encoded = self._encode(batch, vision, microbatches, trained=trained, room=room)
@@ -252,7 +252,7 @@ class TrainStep(ForwardStep):
     def _go_back(
         self, encoded: Encoded, vision: VisionPlan, microbatches: list[Microbatch]
     ) -> None:
-        """Phases 5 and 6 but for the sum over ranks, behind what `_encode` returned."""
+        """Run phases 5 and 6 on the result of `_encode`, except for the sum over ranks."""
         work, leaf_rows, shape = encoded
         with self.clock.phase("5 hand-back"):
             gradients = torch.zeros(shape, dtype=self.encoder.dtype, device=self.mesh.device)
@@ -264,7 +264,7 @@ class TrainStep(ForwardStep):
     def _backbone(
         self, plan: GlobalPlan, microbatches: list[Microbatch], loss_tokens: int
     ) -> BatchLoss:
-        """Phase 4; the sums by source travel with the rank's report."""
+        """Run phase 4; the sums by source stay local and go into the rank's report."""
         with self.clock.phase(BACKBONE):
             aux_scale = loss_tokens / max(1, plan.num_tokens)
             result = self.backbone.train_step(microbatches, aux_scale)
@@ -276,7 +276,7 @@ class TrainStep(ForwardStep):
     def _colocated(
         self, batch: StepBatch, vision: VisionPlan, microbatches: list[Microbatch], loss_tokens: int
     ) -> BatchLoss:
-        """The baseline: the first stage encodes inside the graph of each microbatch."""
+        """Run the baseline: the first stage encodes inside the graph of each microbatch."""
         media, grids = self._pixels(batch, vision), grids_of(batch.plan)
         received = vision.received_by(self.mesh.rank)
         for place, microbatch in enumerate(microbatches if self.mesh.is_first_stage else ()):
@@ -324,7 +324,7 @@ class TrainStep(ForwardStep):
         )
 
     def _room_for_activations(self, vision: VisionPlan) -> int:
-        """Return the bytes that activations may take in total; 0 if none are to be kept."""
+        """Return the byte limit for all kept activations; 0 to keep none."""
         dep = self.config.dep
         if dep.keep_activations == "none":
             return 0
@@ -334,7 +334,7 @@ class TrainStep(ForwardStep):
         return int(dep.memory_limit_gib * GIB) - int(tokens[self.mesh.rank]) * embedding
 
     def _count_loss_tokens(self, microbatches: list[Microbatch]) -> int:
-        """Return the loss tokens of the global batch: the one divisor."""
+        """Return the number of loss tokens in the global batch, the divisor of phase 7."""
         mine = 0
         if self.mesh.counts_loss:
             mine = sum(int(m.loss_mask.sum()) for m in microbatches if m.loss_mask is not None)

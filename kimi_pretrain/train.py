@@ -1,8 +1,8 @@
-"""The training program: joins the job, finds the checkpoint, builds the run, and loops over steps.
+"""Training program: joins the job, finds the checkpoint, builds the run, and loops over steps.
 
-`train` runs in every process of the job. The loop is `_train_steps`: one pass through it is one
-step, phases 0 to 8 of docs/ARCHITECTURE.md. Phases 0 and 1 (plan, fetch) run ahead in the loader,
-phases 2 to 7 are `kimi_pretrain.step`, phase 8 (report, record, save) is here.
+`train` runs in every process of the job. Each iteration of its loop, `_train_steps`, is one step:
+phases 0 to 8 of docs/ARCHITECTURE.md. Phases 0 and 1 (plan, fetch) run ahead in the loader,
+`kimi_pretrain.step` runs phases 2 to 7, and phase 8 (report, record, save) is here.
 """
 
 import logging
@@ -76,19 +76,19 @@ def train(
     """Train from scratch or from a checkpoint, in every process of the job.
 
     Args:
-        config: of the run; written resolved into `run_dir`.
-        run_dir: folder shared by all ranks; docs/RELIABILITY.md says what it holds.
-        resume: a checkpoint's folder or URI, or that of a run for its newest one, or "latest": the
-            newest of this run.
-        otherwise: what to resume from where "latest" finds nothing.
-        or_start: begin from scratch where "latest" finds nothing, unless something was saved.
-        restarted: whether this rank was restarted after a fault of the same job. If any was, all
-            resume from the run's latest checkpoint; from `resume` if there is none yet.
-        change_data: with `resume`: go over to this configuration's shares and sources from the
-            next window of the data on (`data_pipeline.plan.change`).
-        stop: returns why this rank was asked to stop, with the name of the signal; None as long as
-            it was not. The run ends after the current step, with a checkpoint.
-        prepare: called with the run before its first step, to watch it or to change it.
+        config: configuration of the run; written resolved into `run_dir`.
+        run_dir: folder shared by all ranks; docs/RELIABILITY.md describes its content.
+        resume: folder or URI of a checkpoint, or of a run (for its newest checkpoint), or "latest"
+            for the newest checkpoint of this run.
+        otherwise: checkpoint to resume from if "latest" finds none.
+        or_start: start from scratch if "latest" finds nothing, unless a checkpoint was saved.
+        restarted: True if this rank was restarted after a fault of the same job. If any rank was,
+            all resume from the run's latest checkpoint, or from `resume` if there is none yet.
+        change_data: with `resume`: switch to this configuration's sources and weights at the next
+            window of the data (`data_pipeline.plan.change`).
+        stop: returns the reason why this rank was asked to stop, with the name of the signal, or
+            None. The run ends after the current step, with a checkpoint.
+        prepare: called with the run before its first step, to observe or change it.
     """
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
@@ -97,16 +97,16 @@ def train(
     watchdog = _start_watchdog(config, run_dir, stop)
     watchdog.enter("join the job")
     mesh = engine_mesh.start(config.layout, backstop(config.train.timeout_seconds))
-    join_start(mesh.broadcast_from_rank0(start_id))  # which holds the folder: all may write there
+    join_start(mesh.broadcast_from_rank0(start_id))  # rank 0's start owns the folder; all may write
     watchdog.joined()
     log_to(run_dir, mesh.rank)
-    # Nothing is torn down on an error: other ranks may be inside a collective, and leaving it in
-    # order would wait for them. The process ends, and with it the job.
+    # Nothing is torn down after an error: other ranks may be inside a collective, and an orderly
+    # shutdown would wait for them. The process ends, and the job with it.
     place = place_of(config, run_dir)
-    restarted = any(mesh.all_gather_object(restarted))  # of several machines not all need to know
+    restarted = any(mesh.all_gather_object(restarted))  # some machines may not know of the restart
     watchdog.enter("claim the place of checkpoints")
     owner = mesh.broadcast_from_rank0(partial(claim_place, place, run_dir, resume, restarted))
-    # Before what may take long: until then a collection knows nothing of what this run needs.
+    # Do this before slow start-up work: garbage collection cannot protect our sources until then.
     watchdog.enter("tell the sources")
     mesh.broadcast_from_rank0(partial(_tell_sources, config, run_dir))
     progress = watchdog.progress("find the checkpoint")
@@ -126,7 +126,7 @@ def train(
     )
     run.update.before_change = checkpoints.before_update
     recorder = Recorder(config, run_dir, mesh, run.step, run.loader.indices, history, end)
-    if mesh.rank == 0:  # no step ends without rank 0
+    if mesh.rank == 0:  # no step completes before rank 0 has written this
         note_tombstones(run_dir, run.loader.planner.tombstones.record())
     recorder.status("running", run.step, checkpoints.uri)
     with step_faults():
@@ -142,7 +142,7 @@ def train(
     checkpoints.close(hurry=reason is not None)
     run.close()
     mesh.barrier()
-    if reason is None:  # nothing of it is still to be written, on any rank: others may go by that
+    if reason is None:  # every rank has flushed; other tools rely on "finished"
         recorder.status("finished", run.step, checkpoints.uri)
     recorder.close()
     engine_mesh.stop()
@@ -156,7 +156,7 @@ def _train_steps(
     watchdog: Watchdog,
     stop: Callable[[], str | None],
 ) -> str | None:
-    """Train step by step; returns why it stopped before the last step, or None."""
+    """Train step by step; return the reason for an early stop, or None after the last step."""
     config, mesh = run.config, run.mesh
     reason = stop_reason(mesh.all_gather_object(stop()))
     while run.finished is None and reason is None:
@@ -164,7 +164,7 @@ def _train_steps(
             reason = stop_reason(mesh.all_gather_object(stop()))
             break
         watchdog.begin_step(run.step + 1)
-        watchdog.enter(WAIT_FOR_DATA)  # phases 0 and 1 have run ahead
+        watchdog.enter(WAIT_FOR_DATA)  # phases 0 and 1 ran ahead
         loader_state, start, began = run.loader.state_dict(), time.time(), time.perf_counter()
         batch = _next_batch(run, checkpoints)
         fetched = start + time.perf_counter() - began
@@ -174,7 +174,7 @@ def _train_steps(
         report.spans[WAIT_FOR_DATA] = (start, fetched)
         watchdog.enter("8 report")
         mine = _rank_report(run, report, time.perf_counter() - began, checkpoints, stop())
-        # The one collective of the loop; a due validation, or a save at begin or end, has more.
+        # The only collective of the loop, except for validations and the begin and end of saves.
         everyone: list[Any] = mesh.all_gather_object(mine)
         check_agreement(run.step, everyone)
         run.planner.learning.add(run.step - 1, [rank.metrics.bubble_times for rank in everyone])
@@ -189,7 +189,7 @@ def _train_steps(
         log.info("finished after step %d: %s", run.step, run.finished)
         if config.checkpoint.every:
             checkpoints.now()
-        validated = _validate_if_due(run, recorder, watchdog, stop)  # if not: once resumed
+        validated = _validate_if_due(run, recorder, watchdog, stop)  # if stopped: after a resume
         return None if validated else stop_reason(mesh.all_gather_object(stop()))
     return _save_and_stop(checkpoints, reason)
 
@@ -197,11 +197,13 @@ def _train_steps(
 def _validate_if_due(
     run: Run, recorder: Recorder, watchdog: Watchdog, stop: Callable[[], str | None]
 ) -> bool:
-    """Write the held-out loss after the steps done so far, unless an earlier start did.
+    """Validate and record the held-out loss, unless an earlier start already did at this step.
 
-    Called before the next step, so that a run killed meanwhile makes up for it once resumed, and a
-    stage that keeps the count of steps begins with one. False if a rank was told to stop: nothing
-    is written then.
+    The loop calls this before the next step, so that a resumed run catches up on a validation that
+    a kill prevented, and a stage that keeps the step count begins with a validation.
+
+    Returns:
+        False if a rank was asked to stop; nothing is recorded then.
     """
     every = run.config.train.validate_every
     due = bool(every) and (run.step % every == 0 or run.finished is not None)
@@ -217,13 +219,13 @@ def _validate_if_due(
 
 
 def _next_batch(run: Run, checkpoints: CheckpointScheduler) -> StepBatch:
-    """Return the next step's batch; if there can be none, save what was trained and raise."""
+    """Return the next step's batch; if there is none, save the trained state and raise."""
     try:
         return next(run.loader)
     except LoaderError as error:
         if isinstance(error.__cause__, DataUsedUp | TooMuchMemory):
-            # A function of config and step: all ranks are here, and saving is collective. With more
-            # memory, or smaller chunks, the run can be resumed.
+            # The cause depends only on config and step, so all ranks get here and can save
+            # collectively. A run with more memory or smaller chunks can resume.
             log.warning("step %d: %s; saving a checkpoint", run.step + 1, error.__cause__)
             checkpoints.now()
         raise
@@ -232,10 +234,10 @@ def _next_batch(run: Run, checkpoints: CheckpointScheduler) -> StepBatch:
 def _quarantine(
     run: Run, batch: StepBatch, report: StepReport, checkpoints: CheckpointScheduler
 ) -> None:
-    """Have later windows replace what the step skipped, on every rank alike.
+    """Quarantine the samples that the step skipped; later windows replace them on every rank.
 
     Raises:
-        TooManyUnusable: too many have been; what was trained is saved first.
+        TooManyUnusable: too many samples are unusable; the trained state is saved first.
     """
     with checkpoints.saving_before(TooManyUnusable):
         run.loader.quarantine(batch.plan, report.skipped.tolist())
@@ -261,7 +263,7 @@ def _rank_report(
 def _check_guard(
     run: Run, report: StepReport, checkpoints: CheckpointScheduler, recorder: Recorder
 ) -> None:
-    """Raise on all ranks if the guard ends the run; a save under way is finished first."""
+    """Raise on all ranks if the guard ends the run, after finishing a save in progress."""
     update = report.update
     try:
         run.update.guard.check(run.step, update.verdict, report.loss, update.grad_norm)
@@ -276,11 +278,11 @@ def _check_guard(
 
 
 def _save_and_stop(checkpoints: CheckpointScheduler, reason: str | None) -> str | None:
-    """Save what was trained, also in a run that saves nothing else; returns why it stopped.
+    """Save the trained state, even if the run saves nothing else; return the reason for the stop.
 
     Raises:
-        CheckpointError: saving failed. The run must not end as if stopped in order: a job that is
-            restarted, and stopped again without having saved, would repeat the same steps for ever.
+        CheckpointError: saving failed. The run must not look like an orderly stop: a job that is
+            restarted and stopped again without a save would repeat the same steps forever.
     """
     try:
         checkpoints.now()
@@ -292,13 +294,13 @@ def _save_and_stop(checkpoints: CheckpointScheduler, reason: str | None) -> str 
 
 
 def _tell_sources(config: Config, run_dir: Path) -> None:
-    """Write which sources this start is going to read. Rank 0."""
+    """Write the sources that this start will read. Rank 0."""
     held_out = config.data.heldout if config.train.validate_every is not None else ()
     tell_sources(run_dir, sources_ahead(config.data, sorted(held_out)))
 
 
 def _start_watchdog(config: Config, run_dir: Path, stop: Callable[[], str | None]) -> Watchdog:
-    """Start watching before there is a mesh: joining the other ranks can hang, too."""
+    """Start watching before the mesh exists, because joining the other ranks can hang, too."""
     rank, world_size = (
         int(os.environ.get(name, d)) for name, d in (("RANK", 0), ("WORLD_SIZE", 1))
     )
@@ -314,13 +316,13 @@ def _find_checkpoint(
     mesh: Mesh,
     progress: Callable[[object], None],
 ) -> tuple[Checkpoint | None, int]:
-    """Return the first checkpoint of `wanted` that exists, verified, and `last_own_step` of it.
+    """Return the first existing checkpoint of `wanted`, verified, with its `last_own_step`.
 
     Args:
-        wanted: "latest" (the newest of this run), or another run's or checkpoint's folder or URI.
+        wanted: "latest" (the newest of this run), or a folder or URI of another run or checkpoint.
 
     Returns:
-        (None, 0) for a run that begins from scratch.
+        the checkpoint and its last own step; (None, 0) if the run starts from scratch.
     """
     for one in wanted:
         if one is None:
@@ -336,7 +338,7 @@ def _find_checkpoint(
 
 
 def _log_start(run: Run, run_dir: Path, history: History) -> BudgetEnd | None:
-    """Write what runs, on which data, to folder and log; return where a budget ends it. Rank 0."""
+    """Write run, configuration and data to folder and log; return the budget's end. Rank 0."""
     planner = run.loader.planner
     sources = run.sources if history == "none" else with_earlier_heldout(run_dir, run.sources)
     describe_environment(run_dir, run.config, run.began_from, sources, mixtures(planner))

@@ -1,12 +1,12 @@
-"""Phase 7: one divisor, one norm over encoder and backbone, MuonClip, then QK-Clip.
+"""Phase 7: applies the divisor and the global norm, then runs MuonClip and QK-Clip.
 
-Gradients arrive as sums over the tokens of the global batch. They are divided here, once, by the
-global number of loss tokens, together with the clipping factor. A step that the guard rejects
-(`kimi_pretrain.reliability.anomaly_guard`: not finite, or a spike) changes neither encoder nor
-backbone, and is counted.
+Gradients arrive as sums over the tokens of the global batch. This module divides them, once, by the
+global number of loss tokens, together with the clipping factor. If the guard rejects a step
+(`kimi_pretrain.reliability.anomaly_guard`: not finite, or a spike), encoder and backbone stay
+unchanged and the step is counted as skipped.
 
-Two reductions over all ranks, read by the host at once: the gradient's sum of squares, and the
-largest attention logit of each layer and head.
+The host reads two reductions over all ranks at once: the gradient's sum of squares, and the largest
+attention logit of each layer and head.
 """
 
 import math
@@ -35,19 +35,19 @@ from kimi_pretrain.reliability.replica_check import CopyHash, hash_order
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """What an update did; the same on every rank but for `own`.
+    """Outcome of an update; the same on every rank except for `own` and `copies`.
 
     Attributes:
         lr: learning rate of the schedule; a parameter group may scale it.
         grad_norm: global norm of the divided gradient, before clipping.
-        applied: False when nothing was changed: see `verdict`.
+        applied: False if nothing changed; `verdict` has the reason.
         max_logits: largest softmax input of each layer over all tokens and heads, fp64 [layers];
-            -inf where no document was seen.
-        clipped_heads: heads that QK-Clip shrank, of the whole model.
-        skipped_steps: steps of the run that were not applied, this one included.
-        own: figures of the tensors that this rank updates; `step_stats.merge_figures` joins
-            those of all ranks for the line of metrics.
-        copies: hashes of some of this rank's tensors, as they were in the step.
+            -inf if there was no document.
+        clipped_heads: number of heads that QK-Clip shrank, in the whole model.
+        skipped_steps: steps of the run that were not applied, including this one.
+        own: statistics of the tensors that this rank updates; `step_stats.merge_figures` merges
+            the statistics of all ranks for the metrics.
+        copies: hashes of some of this rank's tensors, taken before the update.
     """
 
     lr: float
@@ -70,10 +70,10 @@ class Update:
     """The optimizer, with norm, clipping and guard before its step and QK-Clip after it.
 
     Attributes:
-        skipped_steps: of the run so far: steps done minus updates done.
+        skipped_steps: steps done minus updates applied, over the run so far.
         before_change: called before the first tensor changes.
-        hash_copies: called in each step, before anything changes: with `shard_state` the update's
-            broadcasts would overwrite a copy that had drifted.
+        hash_copies: called in each step before any change, because the broadcasts of an update with
+            `shard_state` would overwrite a copy that has drifted.
     """
 
     def __init__(self, config: Config, mesh: Mesh, encoder: DecoupledEncoder, backbone: Backbone):
@@ -94,8 +94,8 @@ class Update:
         """Update all parameters from the summed gradients of a step, unless the guard rejects it.
 
         Args:
-            loss_tokens: of the global batch: the one divisor.
-            loss: mean over them.
+            loss_tokens: loss tokens of the global batch, the divisor of loss and gradients.
+            loss: mean loss over these tokens.
         """
         divisor = max(1, loss_tokens)
         squares, max_logits = self._norm_and_maxima()
@@ -126,7 +126,7 @@ class Update:
         )
 
     def _norm_and_maxima(self) -> tuple[float, Tensor]:
-        """Reduce both over all ranks, with one wait for the device.
+        """Reduce the gradient norm and the largest logits over all ranks, with one device sync.
 
         Returns:
             the sum of squares of the undivided gradient, and the largest logits of the step, fp64
@@ -141,7 +141,7 @@ class Update:
         return float(found[0]), found[1:].reshape(maxima.shape)
 
     def _qk_clip(self, max_logits: Tensor) -> int:
-        """Clip the heads over the threshold; returns their number in the whole model."""
+        """Clip the heads above the threshold and return their number in the whole model."""
         optim = self.config.optim
         threshold, frozen = optim.qk_clip_threshold, optim.lr_of("attention", 1.0) == 0
         if threshold is None or frozen or not self.backbone.trainable:
@@ -167,7 +167,7 @@ class Update:
     def check_replicas(self) -> None:
         """Compare the bits of every trained tensor over the ranks that hold a copy of it.
 
-        Copies that differ at the start train on, with wrong gradients and no other sign.
+        Copies that differ at the start would train with wrong gradients and no error.
 
         Raises:
             RuntimeError: names the first tensor that differs.
@@ -176,9 +176,9 @@ class Update:
             raise RuntimeError(f"{found[0]} is not the same on all ranks that hold a copy of it")
 
     def differing(self, value: Callable[[NamedTensor], Tensor]) -> list[str]:
-        """Return the tensors whose copies have values of different bits. Collective.
+        """Return the tensors whose copies differ in the bits of `value`. Collective.
 
-        The answer is the same within a replica group.
+        The result is the same within a replica group.
         """
         found: list[str] = []
         for group in sorted(self.mesh.groups):
@@ -186,7 +186,7 @@ class Update:
             if not held:
                 continue
             hashes = torch.stack([hash_order(value(tensor)) for tensor in held])
-            # Two halves of 32 bits each: fp64 holds them exactly.
+            # fp64 holds each of the two 32-bit halves exactly.
             halves = torch.cat([hashes >> 32, hashes & 0xFFFFFFFF]).tolist()
             different = {at % len(held) for at in self.mesh.differing(group, halves)}
             found += [held[at].name for at in sorted(different)]

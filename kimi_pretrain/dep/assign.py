@@ -1,24 +1,25 @@
-"""Which rank encodes which media item: one assignment over the whole global batch. Pure.
+"""Assigns the media items of the whole global batch to ranks. Pure function of metadata.
 
-Terms: *work* is an item's seconds as an integer, *home* the rank that needs it, *base* what a rank
-does anyway (its parts of split items), its *load* base and the work given to it; *levels* group
-ranks from near to far: replica on one node, replica, node, all. `place` makes the slowest rank as
-fast as it can, then lets embeddings travel little:
+Terms: *work* is an item's seconds as an integer. *home* is the rank that needs the item. *base* is
+the fixed work of a rank (its parts of split items), and its *load* is base plus assigned work.
+*levels* group ranks from near to far: replica on one node, replica, node, all. `place` first makes
+the slowest rank as fast as it can, then reduces the traffic of embeddings:
 
     blocks   items of several parts (`choose_splits`) go to blocks of 2 to 16 ranks: `split`
-    bound    nothing is faster than the mean, the largest item, or two large items on one rank; with
-             the mean far below it, large items decide, and `stay` under the bound is the answer
-    balance  LPT (Graham, 1969): most costly first, to the least loaded rank; if that is not near
-             the bound, packed under the least capacity that works, then ranks swap items:
-             `makespan`. Its slowest load is the limit from here on
-    stay     all items begin at home; most costly first, a home over the limit sends them to the
-             least loaded rank with room in the nearest group: `nearby`. Tried with larger and
-             larger pools of smallest items, dealt last by LPT, then swaps, till no load is over
-    else     the balanced assignment, nearer at the same loads: ranks exchange all their work
-             (`rename`), items of equal work change places (`trade`)
+    bound    a lower bound on the slowest load: the mean, the largest item, or two large items on
+             one rank; if the mean is far below it, large items decide: try `stay` at the bound
+    balance  LPT (Graham, 1969): most expensive first, to the least-loaded rank. If the result is
+             not near the bound, pack items under the smallest feasible capacity, then let ranks
+             swap items: `makespan`. Its slowest load is the limit for the steps below
+    stay     all items start at home; if a home exceeds the limit, its most expensive items move to
+             the least-loaded rank with capacity in the nearest group: `nearby`. Tried with larger
+             and larger pools of the smallest items, which LPT assigns last, then swaps, until no
+             load exceeds the limit
+    else     take the balanced assignment and reduce its traffic at equal loads: ranks exchange all
+             their work (`rename`), items of equal work trade ranks (`trade`)
 
-Every rank computes the same answer from metadata alone, without communication (phase 0).
-`longest_processing_time` and `round_robin` are the plain baselines.
+Every rank computes the same assignment from metadata, without communication (phase 0).
+`longest_processing_time` and `round_robin` are simple baselines.
 """
 
 from collections.abc import Iterator
@@ -57,27 +58,27 @@ __all__ = [
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-SLACK = 5  # mean below the bound by more than 2**-5 of it: large items decide, try `stay` alone
-# Tried in turn: hold back the smallest items, 2**-n of all work, to deal last; 62: none.
+SLACK = 5  # if the mean is below the bound by over 2**-5, large items decide: try `stay` first
+# Pools of the smallest items, tried in turn: 2**-n of all work is assigned last; 62: no pool.
 POOLS = (62, 8, 7, 6, 5, 4, 3)
-ATTEMPTED = 49_152  # items x attempts in all, but 3 attempts at least (2 or none if packed tightly)
+ATTEMPTED = 49_152  # items x attempts, but at least 3 attempts (2 or 0 if large items were packed)
 
 
 def place(costs: Floats, parts: Ints, home: Ints, places: Places, efficiency: float) -> Placement:
-    """Give every item to a rank, or to a block of ranks; see `Placement`.
+    """Assign every item to a rank, or to a block of ranks; see `Placement`.
 
-    The slowest rank is as fast as it can be made, never slower than with longest processing time
-    beside the same blocks. Among such placements items stay near the ranks that need them: on the
-    rank itself, in its replica, on its node.
+    The slowest rank is as fast as the search can make it, and never slower than longest processing
+    time next to the same blocks. Among such placements, items stay near the ranks that need them:
+    on the rank itself, in its replica, or on its node.
 
     Args:
         costs: seconds of each item on one rank, float64 [items].
-        parts: ranks that share each item, as from `choose_splits`, int64 [items].
+        parts: number of ranks that share each item, from `choose_splits`, int64 [items].
         home: rank that needs each item, int64 [items].
-        efficiency: what the ranks that share an item keep of their speed, above 0, at most 1.
+        efficiency: fraction of their speed that ranks keep when they share an item, in (0, 1].
 
     Raises:
-        ValueError: a cost, home or number of parts that cannot be, or no block for a split item.
+        ValueError: an invalid cost, home or number of parts, or no block for a split item.
     """
     _check(costs, parts, home, places, efficiency)
     work, _ = in_units(seconds_of_part(costs, parts, efficiency), parts, places.num_ranks)
@@ -88,10 +89,10 @@ def place(costs: Floats, parts: Ints, home: Ints, places: Places, efficiency: fl
 
 
 def _place_whole(work: Ints, home: Ints, base: Ints, places: Places) -> Ints:
-    """Return the rank of each whole item beside what blocks give ranks to do."""
+    """Return the rank of each whole item, on top of the base work from blocks."""
     levels, bound = places.levels(), least_makespan(work, base)
     if int(work.sum() + base.sum()) // len(base) <= bound - (bound >> SLACK):
-        # The largest item sets the bound; no balancing needed.
+        # The largest item sets the bound, so balancing is not needed.
         ranks = stay(work, home, base, bound, levels)
         if int(summed(work, ranks, base).max()) <= bound:
             return ranks
@@ -108,11 +109,11 @@ def _place_whole(work: Ints, home: Ints, base: Ints, places: Places) -> Ints:
 def _attempts(
     work: Ints, home: Ints, base: Ints, limit: int, levels: list[Ints], packed: Ints | None
 ) -> Iterator[Ints]:
-    """Make assignments that are near and, with some luck, under the limit; see `_place_whole`.
+    """Yield assignments with little traffic that may meet the limit; see `_place_whole`.
 
     Args:
-        packed: the balanced assignment, if large items had to be packed tightly for it; then the
-            first kind of attempt, which is blind to that, seldom succeeds.
+        packed: the balanced assignment if it had to pack large items tightly, else None. If given,
+            the first kind of attempt, which ignores the packing, seldom succeeds.
     """
     tries = max(3, ATTEMPTED // max(1, len(work)))
     if packed is not None:
@@ -124,15 +125,15 @@ def _attempts(
 
 
 def _nearer(ranks: Ints, work: Ints, home: Ints, base: Ints, levels: list[Ints]) -> Ints:
-    """Return an assignment with the same loads, items nearer to their homes."""
-    alike = np.flatnonzero(base == base.min())  # ranks that can change places
+    """Return an assignment with the same loads and with items nearer to their homes."""
+    alike = np.flatnonzero(base == base.min())  # ranks that can exchange their work
     return trade(rename(ranks, work, home, alike, levels), work, home, levels)
 
 
 def _stay_but_small(
     work: Ints, home: Ints, base: Ints, limit: int, levels: list[Ints], pool: int
 ) -> Ints:
-    """Return ranks from `stay`, with a pool of the smallest items dealt last, to even out."""
+    """Return ranks from `stay`; a pool of the smallest items is assigned last to even out loads."""
     order = np.argsort(work, kind="stable")
     size = int(np.searchsorted(np.cumsum(work[order]), int(work.sum()) >> pool))
     small, kept = order[:size], np.sort(order[size:])
@@ -146,7 +147,7 @@ def _stay_but_small(
 def _stay_beside_large(
     work: Ints, home: Ints, base: Ints, limit: int, levels: list[Ints], packed: Ints
 ) -> Ints:
-    """Return ranks with large items as they were packed, which is hard, and small ones at home."""
+    """Return ranks that keep the packing of large items and leave small items near their homes."""
     large, small = work > limit >> SMALL, work <= limit >> SMALL
     ranks = packed.copy()
     ranks[large] = _nearer(packed[large], work[large], home[large], base, levels)
@@ -174,25 +175,25 @@ def _check(costs: Floats, parts: Ints, home: Ints, places: Places, efficiency: f
 
 
 def longest_processing_time(costs: Floats, num_ranks: int) -> Ints:
-    """Return the rank of each item: most costly first, to the least loaded rank.
+    """Return the rank of each item: most expensive first, to the least-loaded rank.
 
-    Ties go to the earlier item and the lower rank, so the answer is the same everywhere.
+    Ties go to the earlier item and the lower rank, so every rank computes the same result.
     """
     work, _ = in_units(costs, np.ones(len(costs), dtype=np.int64), num_ranks)
     return lpt(work, np.zeros(num_ranks, dtype=np.int64))
 
 
 def round_robin(costs: Floats, num_ranks: int) -> Ints:
-    """Return ranks dealt out by count, whatever the sizes: the baseline of image counts."""
+    """Return ranks assigned by count, whatever the item sizes: the baseline of image counts."""
     return np.arange(len(costs), dtype=np.int64) % num_ranks
 
 
 def load_per_rank(weights: NDArray[np.generic], ranks: Ints, num_ranks: int) -> Floats:
-    """Return the summed weight of each rank, float64 [ranks]."""
+    """Return the summed weight per rank, float64 [ranks]."""
     loads = np.bincount(ranks, weights=weights.astype(np.float64), minlength=num_ranks)
-    return loads.astype(np.float64)  # without items numpy counts in integers
+    return loads.astype(np.float64)  # numpy returns integer counts if there are no items
 
 
 def max_over_mean(loads: Floats) -> float:
-    """Return how much longer the slowest rank takes than perfect balance; 1.0 for no load."""
+    """Return the ratio of the slowest rank's load to the mean; 1.0 without load."""
     return float(loads.max() / loads.mean()) if loads.any() else 1.0

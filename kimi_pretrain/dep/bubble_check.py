@@ -1,4 +1,4 @@
-"""Whether a plan of vision work in bubbles comes to its end, and does all work once. Pure."""
+"""Checks that a plan of vision work in bubbles terminates and does all work once. Pure function."""
 
 from functools import lru_cache
 
@@ -9,29 +9,29 @@ from kimi_pretrain.dep.timeline import Pass, Schedule
 
 
 class WaitsInACircle(ValueError):
-    """A plan in which ranks would wait for each other."""
+    """A plan in which ranks would deadlock, waiting for each other."""
 
 
 Progress = tuple[int, int]
-"""How far a stage has come: passes that are over, and of the slot behind them `ENTERED`, `WORKED`
-or neither: what it sends there is taken, its work is done."""
+"""Progress of a stage: the number of finished passes, and the state of the slot that follows them:
+`ENTERED` (the receivers of its blocking sends are ready), `WORKED` (its work is done), or 0."""
 
 ENTERED, WORKED = 1, 2
 
 
 def check(plan: BubblePlan) -> None:
-    """Run a plan without durations, every wait blocking and all replicas in step.
+    """Simulate a plan without durations, with every wait blocking and all replicas in step.
 
-    In a slot a rank does its forward pieces, then those that wait for a gradient. What a pass sends
-    to another stage must be taken, too: see `_sends`.
+    In a slot, a rank runs its forward pieces, then the pieces that wait for a gradient. The output
+    of a pass also needs a receiver in another stage; see `_sends`.
 
     Raises:
-        WaitsInACircle: it does not come to its end; names the passes.
-        ValueError: a piece is not done once, or not in the order of units.
+        WaitsInACircle: the plan does not terminate; the message names the passes.
+        ValueError: a piece is not done exactly once, or not in the order of units.
     """
     _check_slices(plan)
     schedule, slots = plan.schedule, plan.schedule.num_passes + 1
-    # Of each stage and slot: units whose last forward piece is there, microbatches it waits for.
+    # Per stage and slot: units whose last forward piece runs there, microbatches to wait for.
     made: list[list[list[int]]] = [[[] for _ in range(slots)] for _ in range(schedule.stages)]
     waits: list[list[set[int]]] = [[set() for _ in range(slots)] for _ in range(schedule.stages)]
     missing = np.bincount(plan.microbatch, minlength=schedule.microbatches).tolist()
@@ -46,7 +46,7 @@ def check(plan: BubblePlan) -> None:
     done: set[tuple[int, Pass]] = set()
 
     def goes_on(stage: int) -> bool:
-        """Take a stage as far as it comes; returns whether that is any further."""
+        """Advance a stage as far as possible; return whether it made progress."""
         passes, before = schedule.passes[stage], at[stage]
         while (slot := at[stage][0]) < slots:
             first, then = sends[stage][slot]
@@ -92,14 +92,14 @@ Takers = list[tuple[int, Progress]]
 
 @lru_cache(maxsize=16)
 def _sends(schedule: Schedule) -> tuple[tuple[tuple[Takers, Takers], ...], ...]:
-    """Return for each stage and slot how far which others must have come: before it works there,
-    and before it goes on.
+    """Return the progress that other stages must have reached, for each stage and slot: before the
+    slot's work, and before the next pass.
 
-    Megatron-Core's order of calls (schedules.py). It posts what it sends together with the receive
-    that follows, and waits for both behind the slot's work; where no receive goes with it, and with
-    interleaved chunks behind a forward pass in turns, it waits for what it sends at once. With
-    interleaved chunks a receive is posted behind the pass of its kind before, and what a backward
-    pass in turns sends is waited for behind the next one.
+    This models Megatron-Core's order of calls (schedules.py). Megatron posts a send together with
+    the next receive and waits for both after the slot's work. It waits for a send at once if no
+    receive is paired with it, or, with interleaved chunks, after a forward pass in the steady 1F1B
+    phase. With interleaved chunks, it posts a receive after the previous pass of the same kind, and
+    waits for the send of a steady-state backward pass after the next one.
     """
     plain = schedule.chunks == 1
     posted: dict[tuple[int, Pass], tuple[int, Progress]] = {}
@@ -147,10 +147,10 @@ def _sends(schedule: Schedule) -> tuple[tuple[tuple[Takers, Takers], ...], ...]:
 
 
 def _check_slices(plan: BubblePlan) -> None:
-    """Refuse a plan that does a piece not once, or piece k of its units not in their order.
+    """Refuse a plan that does not run each piece once, with piece k of units in order.
 
-    Gradients of a piece's weights are added up in it, and messages of units, which go with the last
-    piece and come with the first one, are sent and received in it.
+    The order matters because gradients of a piece's weights are added in this order, and messages
+    of units are sent with the last forward piece and received with the first backward piece.
     """
     for kind, slices in (("forward", plan.forward), ("backward", plan.backward)):
         done = np.zeros(len(plan.rank), np.int64)

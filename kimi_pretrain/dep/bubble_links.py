@@ -1,11 +1,11 @@
-"""Messages between ranks that encode and first stages, while a pipeline runs.
+"""Point-to-point messages between encoding ranks and first stages while the pipeline runs.
 
-One message for each item and first-stage rank that needs some of it, embeddings "over" and their
-gradients "back". There are no tags: sender and receiver have the same order, and it alone says what
-is what, as NCCL wants it.
+Each pair of unit and first-stage rank has one message: embeddings go "over", gradients come "back".
+The messages have no tags. Sender and receiver use the same order to match them, as NCCL requires.
 
-Each way has groups of its own, so that a receive of one never stands in front of a send of the
-other; and where two first-stage ranks may encode for each other, each direction has, too.
+Each direction has separate process groups, so that a receive of one direction never blocks a send
+of the other. If two first-stage ranks may encode for each other, the groups also differ by whether
+the message goes to a higher or a lower rank.
 """
 
 from collections.abc import Sequence
@@ -23,16 +23,16 @@ WAYS = ("over", "back")
 
 
 class Links:
-    """The connections of this rank. Every rank of the job makes one, with the same arguments.
+    """Connections of this rank. Every rank of the job constructs one, with the same arguments.
 
-    All of them are opened here, in one order: NCCL opens a connection at its first message, and has
-    both sides wait for each other there, which inside a schedule they could not.
+    The constructor opens all connections in one fixed order. NCCL opens a connection at its first
+    message and makes both sides wait for each other, which would deadlock inside a schedule.
 
     Args:
         scopes: ranks of each group that shares its media.
         first_stage: all ranks of first stages.
-        timeout_seconds: for a message to arrive.
-        device: of the messages.
+        timeout_seconds: time limit for a message to arrive.
+        device: device of the messages.
     """
 
     def __init__(
@@ -51,19 +51,19 @@ class Links:
                 timeout = timedelta(seconds=timeout_seconds)
                 groups = [dist.new_group(ranks, timeout=timeout) for _ in dests[:2]]
                 for rising, group in ((False, groups[0]), (True, groups[-1])):
-                    if isinstance(group, dist.ProcessGroup):  # a number where it has no part in it
+                    if isinstance(group, dist.ProcessGroup):  # a non-member gets a number instead
                         self._groups[way, rising] = group
             if self.rank in ranks:
                 self._open(ranks, dests, device)
 
     def send(self, way: str, rows: Tensor, to: int) -> Work:
-        """Begin to send; the tensor stays as it is until the work is done."""
+        """Start a send; the tensor must not change until the returned work is done."""
         work = dist.isend(rows, to, group=self._groups[way, to > self.rank])
         assert work is not None
         return work
 
     def receive(self, way: str, rows: Tensor, of: int) -> Work:
-        """Begin to receive into a tensor."""
+        """Start a receive into a tensor."""
         work = dist.irecv(rows, of, group=self._groups[way, self.rank > of])
         assert work is not None
         return work

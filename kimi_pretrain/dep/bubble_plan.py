@@ -1,18 +1,18 @@
-"""Which rank does which vision work in which bubble of its pipeline. Pure: all ranks agree.
+"""Plans which rank runs which vision work in which pipeline bubble. Pure: all ranks agree.
 
-A unit is the encoder's work on one item, or on several small ones of a microbatch together: a
-forward pass, whose output a first-stage rank needs when it starts the microbatch, and later a
-backward pass, whose gradient comes when that rank is through with the microbatch. The encoder may
-stop between its blocks, so a unit is cut into pieces. Each piece is computed again before it is
-taken back, but for those whose activations are kept (`unit_pass`). A rank does piece k of its units
-in the order of units; it may begin a unit before it is through with the one before. It works in its
-slots: slot n of a stage lies between its passes n - 1 and n, the first one before all passes, the
-last one behind them. What does not fit between the passes goes there: `upfront` and `after` say how
-much longer the step is for it.
+A unit is the encoder's work on one item, or on several small items of a microbatch. Its forward
+pass produces output that a first-stage rank needs when it starts the microbatch. Its backward pass
+needs the gradient that this rank has once it finishes the microbatch. The encoder may stop between
+its blocks, so units are cut into pieces. The backward pass recomputes each piece first, unless its
+activations were kept (`unit_pass`). A rank runs piece k of its units in the order of units; it may
+begin a unit before the previous unit is complete. It works in slots: slot n of a stage is between
+its passes n - 1 and n; the first slot precedes all passes and the last one follows them. Work that
+does not fit between the passes goes into the first and last slots; `upfront` and `after` give the
+seconds that this adds to the step.
 
-No plan may let ranks wait for each other in a circle. Whatever one timeline orders is free of that,
-whatever pieces and passes really take; so units are placed on one timeline of the schedule, and
-`bubble_check` runs the result through without durations all the same.
+A plan must not deadlock. An order that follows one timeline cannot deadlock, whatever the real
+durations of pieces and passes, so all units are placed on a single timeline of the schedule.
+As a second check, `bubble_check` simulates the result without durations.
 """
 
 import math
@@ -32,14 +32,14 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Units:
-    """The vision work of a step, in the order of all messages. Columns of equal length.
+    """Vision work of a step, in the order of all messages. Columns of equal length.
 
     Attributes:
-        home: replica that needs it.
-        microbatch: of the replica, as it runs; rising.
-        forward, again, backward: seconds of its forward pass, of its backward pass where all is
-            computed again, and where nothing is.
-        kept_bytes: what its activations take if all are kept, beside what its pieces begin with.
+        home: replica that needs the unit.
+        microbatch: index in the replica's execution order; non-decreasing.
+        forward, again, backward: seconds of the forward pass, of the backward pass with full
+            recompute, and of the backward pass without recompute.
+        kept_bytes: bytes of all its activations, in addition to the inputs of its pieces.
     """
 
     home: Ints
@@ -53,13 +53,13 @@ class Units:
         return len(self.home)
 
     def joined(self, patches: Ints, most: int) -> tuple[Self, Ints]:
-        """Join items of a replica's microbatch, in their order, while they have few patches.
+        """Join small items of a replica's microbatch, in their order, into units.
 
-        Self: a unit for each item of the step that one rank is to encode.
+        Self holds one unit for each item of the step that a single rank encodes.
 
         Args:
-            patches: of each.
-            most: patches of a unit of several items.
+            patches: patches of each item.
+            most: largest number of patches in a unit of several items.
 
         Returns:
             units in the order of microbatches, replicas and items, and the unit of each item.
@@ -82,7 +82,7 @@ class Units:
         return type(self)(home, microbatch, **sums), joined
 
     def times(self, factors: tuple[float, float, float]) -> Self:
-        """Return the units with their seconds of each kind times these."""
+        """Return the units with their seconds of each kind multiplied by `factors`."""
         forward, again, backward = factors
         return replace(
             self,
@@ -94,16 +94,16 @@ class Units:
 
 @dataclass(frozen=True)
 class Filling:
-    """How bubbles are filled.
+    """Parameters for filling bubbles.
 
     Attributes:
-        margin: a piece in a bubble is planned to take so many times its seconds.
-        transport: seconds from the end of a forward pass until its output is at the first stage,
-            and from there back.
-        slot_seconds: lost in each bubble that is used.
-        pieces: into which either pass of a unit can be cut; 1: not at all.
-        edges: only before a stage's first pass and behind its last.
-        room_bytes: of a rank, for activations that are kept.
+        margin: factor on the planned seconds of a piece in a bubble.
+        transport: seconds from the end of a forward pass until its output reaches the first stage;
+            the same for the gradient.
+        slot_seconds: overhead of each used bubble.
+        pieces: number of pieces of a unit's forward and backward pass; 1: no cuts.
+        edges: True to use only the slots before a stage's first pass and after its last.
+        room_bytes: bytes of a rank for kept activations.
     """
 
     margin: float = 1.15
@@ -115,7 +115,7 @@ class Filling:
 
 
 class Slice(NamedTuple):
-    """Pieces of a unit that a rank does in one slot: begin to end of all pieces of that kind."""
+    """Consecutive pieces [begin, end) of a unit that a rank runs in one slot, of one kind."""
 
     unit: int
     slot: int
@@ -125,22 +125,22 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class BubblePlan:
-    """Who does what when.
+    """Assignment of vision work to ranks and slots.
 
     Attributes:
-        schedule: of a replica's pipeline.
-        stage: of each rank, [ranks].
-        microbatch: of each unit, [units].
-        rank: that does it, [units].
-        kept: first pieces of its backward pass whose activations are kept, [units].
-        pieces: of a unit's forward pass, and of its backward pass.
-        forward: of each rank its slices of forward passes, in time; piece k of its units in the
-            order of units.
-        backward: the same of backward passes.
-        together: pieces of each rank's backward passes, the last ones, that it begins when all
-            gradients are there, [ranks]. It does them piece by piece for all their units, so that
-            weights' gradients are complete one after the other.
-        upfront, after: seconds before and behind the passes.
+        schedule: schedule of a replica's pipeline.
+        stage: stage of each rank, [ranks].
+        microbatch: microbatch of each unit, [units].
+        rank: rank that runs each unit, [units].
+        kept: number of first pieces of the backward pass whose activations are kept, [units].
+        pieces: number of pieces of a unit's forward pass, and of its backward pass.
+        forward: forward slices of each rank, in time order; piece k of its units in the order of
+            units.
+        backward: the same for backward passes.
+        together: number of final backward pieces that each rank starts once all gradients have
+            arrived, [ranks]. The rank runs them piece by piece over all their units, so that the
+            gradients of the weights become complete one after another.
+        upfront, after: seconds added before and after the passes.
     """
 
     schedule: Schedule
@@ -156,55 +156,56 @@ class BubblePlan:
     after: float
 
 
-# Small items are encoded together: each pass costs a device something whatever is in it. A unit of
-# several has no more patches than this, a usual picture's; and no more than this part of what a
-# rank encodes in a step, or ranks would be uneven.
+# Small items are encoded together, because each pass has a fixed cost on a device. A joined unit
+# has at most JOINED_PATCHES patches, the size of a usual picture, and at most 1 / JOINED_PART of a
+# rank's patches in a step, so that ranks stay balanced.
 JOINED_PATCHES = 4_096
 JOINED_PART = 8
 
 
 def most_joined(patches: int, ranks: int) -> int:
-    """Return how many patches a unit of several items may have.
+    """Return the largest number of patches in a unit of several items.
 
     Args:
-        patches: of all items of a step.
-        ranks: that encode them.
+        patches: patches of all items of a step.
+        ranks: number of ranks that encode them.
     """
     return min(JOINED_PATCHES, patches // (JOINED_PART * ranks))
 
 
-# How far off a unit's seconds are taken to be, each by itself, as a share of them (one standard
-# deviation): of two ranks with as much to do, one with few large units may well end later.
+# Assumed relative standard deviation of a unit's seconds, independent between units. Of two ranks
+# with equal work, the one with few large units may well end later.
 SCATTER = 0.1
-# How many of those a rank is taken to be late: in the choice of ranks, and where ends of stages are
-# compared. Of thousands of ranks the last one ends the step.
+# Standard deviations that a rank is assumed to be late: when ranks are chosen, and when the ends of
+# stages are compared. The last of thousands of ranks ends the step.
 CHOSEN_LATE, LAST_LATE = 1.5, 3.5
-# How much of a backward piece may lie beyond the time of its slot before it is put off: most passes
-# may begin somewhat later, and a gap may be no longer than a piece should take.
+# Fraction of a backward piece that may exceed the time of its slot before the piece is postponed.
+# Most passes have some slack, and a gap may be no longer than the planned seconds of a piece.
 OVER = 0.5
-# Margins as multiples of that of slots between passes. In the choice of ranks: before the first
-# pass, where work that takes longer makes all passes late, and behind the last one, which is placed
-# without any, and where the slowest rank ends the step.
+# Margins of the first and last slot when ranks are chosen, as multiples of the margin of slots
+# between passes. Late work in the first slot delays all passes. Placement uses no margin in the
+# last slot, but the slowest rank there ends the step.
 FIRST_MARGIN, LAST_MARGIN = 1.5, 2 / 3
-# Of a rank's forward work, once it is placed: the first of these with which no step is longer.
+# Margins for a rank's forward work after placement; the first that does not lengthen the step is
+# used.
 SPARE = (3.0, 2.0, 1.5)
-# And where it has no room with all of its margin, before all ranks have to begin earlier for it.
+# Margins for a rank whose work does not fit; they are tried before all ranks have to start earlier.
 LESS = (1.0, 0.75, 0.5)
-# How often ranks are chosen again, and what part of the seconds by which a stage would end later
-# than others is taken from its room then. A stage's end is seen on so many of its ranks, placed on
-# trial: it is the one that one in `LATER` of them is later than.
+# Rounds in which ranks are chosen again. In each, a stage loses DAMPING of the seconds by which it
+# would end later than the others. Its end is estimated on up to SAMPLE of its ranks, by trial
+# placement, as the value that one in LATER of them exceeds.
 ROUNDS, DAMPING = 2, 0.5
 SAMPLE, LATER = 32, 8
-# What gaps of a stage are used for at least, in the choice of ranks, however large pieces are.
+# Smallest usable fraction of a stage's gaps when ranks are chosen, however large pieces are.
 LEAST_USE = 0.25
 
 
-# Where a rank is free -----------------------------------------------------------------------------
+# Free time of ranks -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Gap:
-    """A wait of a stage: from when to when, and how much slower work is planned to be there."""
+    """A wait of a stage: its begin and end, and the planned slowdown of work in it."""
 
     slot: int
     begin: float
@@ -213,9 +214,9 @@ class Gap:
 
 
 def gaps_of(stage: int, line: Timeline, filling: Filling) -> list[Gap]:
-    """Return the slots of a stage that have room, in time, and the first and the last one anyway.
+    """Return the slots of a stage that have time, and always the first and the last slot.
 
-    The first and the last one can grow beyond the passes: what is put there has no margin.
+    The first and last slot can extend beyond the passes; work placed there has no margin.
     """
     start, end = line.start[stage], line.end[stage]
     inside = [
@@ -228,11 +229,11 @@ def gaps_of(stage: int, line: Timeline, filling: Filling) -> list[Gap]:
 
 
 def least_waits(units: Units, filling: Filling) -> list[float]:
-    """Return how long waits could last at least, shorter ones gathered (`timeline.gathered`).
+    """Return candidate minimum lengths of waits; shorter waits are merged (`timeline.gathered`).
 
-    The largest piece is to fit each of them. Where activations are kept pieces are of two sizes,
-    and which waits lose least is seen when the plans are made: two of the shorter ones may fit, or
-    two of the longer ones.
+    Each candidate fits the largest piece. With kept activations pieces have two sizes, and only a
+    comparison of the plans shows which length loses least: a wait may fit two of the shorter
+    pieces, or two of the longer ones.
     """
     again, backward = float(units.again.max(initial=0.0)), float(units.backward.max(initial=0.0))
     work = [again, 2 * backward, 2 * again] if filling.room_bytes else [again]
@@ -242,9 +243,10 @@ def least_waits(units: Units, filling: Filling) -> list[float]:
 
 @dataclass(frozen=True)
 class Borders:
-    """When the first stage starts each microbatch, and when it is through with it, [microbatches].
+    """Times at which the first stage starts and finishes each microbatch, [microbatches].
 
-    Media must be done before `need`, their gradients are there from `done` on; both with transport.
+    Media must be encoded before `need`; their gradients are available from `done` on. Both include
+    the transport.
     """
 
     need: Floats
@@ -260,24 +262,25 @@ def borders_of(schedule: Schedule, line: Timeline, transport: float) -> Borders:
     return Borders(need, done)
 
 
-# Who does what ------------------------------------------------------------------------------------
+# Assignment to ranks ------------------------------------------------------------------------------
 
 
 class _Room:
-    """What ranks can still take: seconds without margin, for all sets of units that may bind.
+    """Remaining capacity of ranks in seconds without margin, for every potentially binding set.
 
-    Forward passes with deadlines, earliest first, fit a rank if for each microbatch all that is
-    needed until then fits into the bubbles before. Backward passes the same from the other end. And
-    both together must fit into all bubbles. `upfront` and `after` are seconds that all ranks have.
+    Forward passes with deadlines, earliest first, fit a rank if for each microbatch all work due
+    before it fits into the earlier bubbles. The same holds for backward passes from the other end.
+    In addition, both together must fit into all bubbles. `upfront` and `after` are extra seconds of
+    all ranks.
 
     Attributes:
-        forward, backward: [microbatches, ranks]; `forward[m]` is the least room before any deadline
-            from m on, `backward[m]` the least room behind any release up to m.
+        forward, backward: [microbatches, ranks]; `forward[m]` is the least capacity before any
+            deadline from m on, `backward[m]` the least capacity after any release up to m.
         both: [ranks].
     """
 
     def __init__(self, gaps: Sequence[Sequence[Gap]], stage: Ints, borders: Borders, taken: Floats):
-        """`taken`: seconds behind all passes that a stage has less, [stages]."""
+        """`taken`: seconds after all passes to remove from each stage's capacity, [stages]."""
         forward, backward, both = [], [], []
         for mine in gaps:
             begin, end, margin = np.array([(g.begin, g.end, g.margin) for g in mine]).T
@@ -286,7 +289,7 @@ class _Room:
             forward.append((np.maximum(before, 0.0) / margin).sum(axis=1))
             backward.append((np.maximum(behind, 0.0) / margin).sum(axis=1))
             both.append(((end - begin) / margin).sum())
-        # Deadlines before the first microbatch's own start leave no room, not less than none.
+        # A deadline before the first microbatch's start leaves zero capacity, not a negative one.
         self.forward = np.array(forward).T[:, stage]
         self.backward = np.array(backward).T[:, stage]
         self.forward = np.minimum.accumulate(self.forward[::-1], axis=0)[::-1].copy()
@@ -296,10 +299,10 @@ class _Room:
         self.upfront = self.after = 0.0
 
     def rank_for(self, microbatch: int, forward: Floats, backward: Floats) -> int:
-        """Return the rank that keeps most room, or makes the step longer by the least.
+        """Return the rank that keeps most capacity, or else lengthens the step least.
 
         Args:
-            forward, backward: room that a unit takes on each rank, [ranks].
+            forward, backward: seconds that a unit needs on each rank, [ranks].
         """
         before = self.forward[microbatch] - forward + self.upfront
         behind = self.backward[microbatch] - backward + self.after
@@ -316,7 +319,7 @@ class _Room:
         return rank
 
     def take(self, rank: int, microbatch: int, forward: float, backward: float) -> None:
-        """Give a unit to a rank."""
+        """Assign a unit to a rank."""
         column = self.forward[:, rank]
         column[microbatch:] -= forward
         np.minimum(column[:microbatch], column[microbatch], out=column[:microbatch])
@@ -327,9 +330,9 @@ class _Room:
 
 
 def _waste(gaps: Sequence[Sequence[Gap]], piece: Floats) -> Floats:
-    """Return how much more room than its seconds a unit takes on each stage, [units, stages].
+    """Return the ratio of needed capacity to a unit's seconds on each stage, [units, stages].
 
-    Gaps are filled with whole pieces. What is left of them counts as lost: units behind use some.
+    Gaps are filled with whole pieces. The remainder counts as lost, although later units use some.
     """
     found = []
     for mine in gaps:
@@ -343,7 +346,7 @@ def _waste(gaps: Sequence[Sequence[Gap]], piece: Floats) -> Floats:
 def _assigned(
     units: Units, room: _Room, gaps: Sequence[Sequence[Gap]], stage: Ints, filling: Filling
 ) -> tuple[Ints, Ints]:
-    """Return the rank of each unit, and how many of its pieces are kept there: largest first."""
+    """Return the rank and the number of kept pieces of each unit, assigning the largest first."""
     cut = filling.pieces
     forward, again, backward = (
         seconds[:, None] * _waste(gaps, seconds / cut)
@@ -353,8 +356,8 @@ def _assigned(
     rank, kept = np.zeros(len(units), np.int64), np.zeros(len(units), np.int64)
     piece_bytes = np.maximum(-(-units.kept_bytes // cut), 1)
     free = np.full(len(room.both), filling.room_bytes, np.int64)
-    squares = np.zeros(len(room.both))  # of what ranks have to do late
-    roots = np.zeros(len(room.both))  # of these
+    squares = np.zeros(len(room.both))  # sums of squared backward seconds of each rank
+    roots = np.zeros(len(room.both))  # square roots of these sums
     for unit in np.argsort(-(units.forward + units.again), kind="stable").tolist():
         microbatch, size = int(units.microbatch[unit]), int(piece_bytes[unit])
         early, late = forward[unit].take(stage), again[unit].take(stage)
@@ -371,11 +374,11 @@ def _assigned(
     return rank, kept
 
 
-# When it is done ----------------------------------------------------------------------------------
+# Placement in slots -------------------------------------------------------------------------------
 
 
 class _Job(NamedTuple):
-    """Pieces of a unit: runs of (end of the run, seconds of each), and between which times."""
+    """Pieces of a unit as runs of (end of the run, seconds each), with release and deadline."""
 
     unit: int
     runs: tuple[tuple[int, float], ...]
@@ -386,17 +389,18 @@ class _Job(NamedTuple):
 def _filled(
     jobs: Sequence[_Job], cursor: list[float], gaps: Sequence[Gap]
 ) -> tuple[list[Slice], float]:
-    """Put pieces into gaps, in order and as early as can be.
+    """Put pieces into gaps, in order and as early as possible.
 
-    What is left of a gap where a job's next piece does not fit is used for those behind it, each as
-    far as the one before it has come: piece k of all jobs is done in the order of jobs, in which
-    gradients of its weights are added up.
+    If a job's next piece does not fit the rest of a gap, later jobs use the rest, each only as far
+    as the previous job has progressed. So piece k of all jobs runs in the order of jobs, which is
+    the order in which gradients of its weights are added.
 
     Args:
-        cursor: where each gap is free from; moved.
+        cursor: start of the free time in each gap; updated.
 
     Returns:
-        the slices, and the seconds of the first job that has no room in its time; 0 if all have.
+        the slices, and the seconds of the first job that does not fit before its deadline; 0 if all
+        jobs fit.
     """
     found: list[Slice] = []
     done = [0] * len(jobs)
@@ -439,7 +443,7 @@ def _filled(
 
 
 def _fitting(pieces: int, seconds: float, room: float) -> int:
-    """Return how many of so many pieces fit."""
+    """Return the number of pieces, at most `pieces`, that fit into `room` seconds."""
     return pieces if pieces * seconds <= room else max(0, int((room + 1e-9) // seconds))
 
 
@@ -453,13 +457,13 @@ def _placed(
     """Place the work of one rank.
 
     Args:
-        forward: in the order of units, each until its output is needed.
-        backward: the same, each from when its gradient comes.
-        gaps: of its stage; `wider`: the same, with the margin of forward passes.
-        upfront: seconds before the passes to begin with; more is taken where they do not do.
+        forward: jobs in the order of units, each with the deadline of its output.
+        backward: jobs in the order of units, each released when its gradient arrives.
+        gaps: gaps of its stage; `wider`: the same with the margin of forward passes.
+        upfront: initial seconds before the passes; increased if they are not enough.
 
     Returns:
-        the slices of both kinds, the seconds that were needed before the passes, and the end.
+        the slices of both kinds, the seconds needed before the passes, and the end.
     """
     while True:
         first = Gap(gaps[0].slot, gaps[0].begin - upfront, gaps[0].begin, 1.0)
@@ -474,20 +478,20 @@ def _placed(
 
 
 def _widened(margin: float, times: float) -> float:
-    """Return a margin with so many times as much to spare."""
+    """Return a margin whose excess over 1 is multiplied by `times`."""
     return 1.0 + times * (margin - 1.0)
 
 
 class _Work:
-    """What each rank has to do, as jobs."""
+    """Work of each rank, as jobs."""
 
     def __init__(
         self, units: Units, rank: Ints, kept: Ints, gaps: Sequence[Sequence[Gap]],
         stage: Ints, borders: Borders, filling: Filling,
     ):  # fmt: skip
         cut = filling.pieces
-        # The last gap has no end. A rank that needs less than the others has then time to spare at
-        # the end of the step, where costs that turn out higher do least harm.
+        # The last gap has no end. A rank with less work than the others then has slack at the end
+        # of the step, where underestimated costs do least harm.
         self.gaps = [[*mine[:-1], replace(mine[-1], end=math.inf)] for mine in gaps]
         self.stage = stage.tolist()
         self._with_margin: dict[tuple[int, float], Sequence[Gap]] = {}
@@ -514,7 +518,7 @@ class _Work:
         return _placed(early, late, self.gaps[stage], self._wider(stage, spare), upfront)
 
     def _wider(self, stage: int, spare: float) -> Sequence[Gap]:
-        """Return a stage's gaps with so many times as much margin."""
+        """Return a stage's gaps with `spare` times the margin."""
         found = self._with_margin.get((stage, spare))
         if found is None:
             found = [replace(one, margin=_widened(one.margin, spare)) for one in self.gaps[stage]]
@@ -524,7 +528,7 @@ class _Work:
     def widest(
         self, rank: int, upfront: float, end: float, margins: Sequence[float]
     ) -> tuple[list[Slice], list[Slice], float, float] | None:
-        """Place the units of a rank with the first of some margins with which no step is longer."""
+        """Place a rank's units with the first of `margins` that does not lengthen the step."""
         for spare in margins:
             found = self.placed(rank, upfront, spare)
             if found[2] <= upfront and found[3] <= end:
@@ -532,10 +536,10 @@ class _Work:
         return None
 
     def ends(self) -> tuple[float, Floats]:
-        """Return the seconds that ranks need before the passes, and when each stage ends, [stages].
+        """Return the seconds that ranks need before the passes, and each stage's end, [stages].
 
-        Seen on some ranks of each, if units take longer than planned. A stage without any rank ends
-        when the others do in the mean.
+        The ends are estimated on a sample of ranks, for units that take longer than planned. A
+        stage without ranks gets the mean end of the others.
         """
         upfront, found = 0.0, np.full(len(self.gaps), np.nan)
         for stage in sorted(set(self.stage)):
@@ -549,14 +553,14 @@ class _Work:
         return upfront, np.where(np.isnan(found), np.nanmean(found), found)
 
     def _root(self, late: Sequence[Slice]) -> float:
-        """Return the root of the squares of what units take behind all passes."""
+        """Return the root of the summed squares of the units' seconds after all passes."""
         took: dict[int, float] = defaultdict(float)
         for unit, seconds in self._behind(late):
             took[unit] += seconds
         return math.sqrt(sum(seconds**2 for seconds in took.values()))
 
     def _behind(self, late: Sequence[Slice]) -> Iterator[tuple[int, float]]:
-        """Yield (unit, seconds) of a rank's pieces behind all passes, the last one first."""
+        """Yield (unit, seconds) of a rank's pieces after all passes, last piece first."""
         for unit, slot, begin, end in reversed(late):
             if slot != self.gaps[0][-1].slot:
                 return
@@ -565,7 +569,7 @@ class _Work:
                 yield unit, spared if piece < kept else again
 
     def pieces_within(self, late: Sequence[Slice], seconds: float) -> int:
-        """Return how many of a rank's last pieces behind all passes take no longer together."""
+        """Return how many of a rank's last pieces after all passes fit into `seconds` together."""
         found = 0
         for _, piece in self._behind(late):
             seconds -= piece
@@ -576,13 +580,13 @@ class _Work:
 
 
 class Choice(NamedTuple):
-    """Who does what.
+    """Assignment of units to ranks.
 
     Attributes:
-        rank: of each unit, [units].
-        kept: how many of its pieces have their activations kept there, [units].
-        longer: by how many seconds the step is, where units take longer than planned.
-        late: how much later than in the mean the ranks of each stage would end, [stages].
+        rank: rank of each unit, [units].
+        kept: number of each unit's pieces whose activations are kept, [units].
+        longer: seconds added to the step, if units take longer than planned.
+        late: seconds by which the ranks of each stage end later than the mean, [stages].
     """
 
     rank: Ints
@@ -598,12 +602,12 @@ def assign_units(
     """Choose a rank for each unit.
 
     Args:
-        units: as `Units.joined` has them.
-        schedule: of a replica's pipeline.
-        line: of the schedule with text alone.
-        stage: pipeline stage of each rank that may take part, [ranks].
-        filling: how.
-        taken: seconds that the ranks of each stage are to end earlier, [stages].
+        units: units from `Units.joined`.
+        schedule: schedule of a replica's pipeline.
+        line: timeline of the schedule with text only.
+        stage: pipeline stage of each participating rank, [ranks].
+        filling: parameters for filling bubbles.
+        taken: seconds by which the ranks of each stage should end earlier, [stages].
     """
     borders = borders_of(schedule, line, filling.transport)
     gaps, careful = [gaps_of(one, line, filling) for one in range(schedule.stages)], []
@@ -621,15 +625,15 @@ def assign_units(
 
 
 def choose(attempt: Callable[[int, Floats], Choice], lines: int, stages: int) -> tuple[int, Choice]:
-    """Choose ranks on several timelines, and on the one with the shortest step some times more.
+    """Choose ranks on several timelines, then refine the choice on the one with the shortest step.
 
     Args:
-        attempt: as `assign_units`, on a timeline of this number, with `taken`.
+        attempt: calls `assign_units` for the timeline of this index, with `taken`.
         lines: number of timelines.
-        stages: of the pipeline.
+        stages: number of pipeline stages.
 
     Returns:
-        the number of the timeline, and the choice with the shortest step.
+        the index of the timeline, and the choice with the shortest step.
     """
     taken = np.zeros(stages)
     found = [attempt(number, taken) for number in range(lines)]
@@ -646,11 +650,11 @@ def place_units(
     units: Units, rank: Ints, kept: Ints, schedule: Schedule, line: Timeline,
     stage: Ints, filling: Filling,
 ) -> BubblePlan:  # fmt: skip
-    """Put each unit into slots of its rank.
+    """Place each unit into slots of its rank.
 
     Args:
         units, schedule, line, stage, filling: as for `assign_units`.
-        rank, kept: of each unit.
+        rank, kept: rank and number of kept pieces of each unit.
     """
     borders = borders_of(schedule, line, filling.transport)
     gaps = [gaps_of(one, line, filling) for one in range(schedule.stages)]
@@ -658,7 +662,7 @@ def place_units(
     ranks = range(len(stage))
     placed = [work.placed(one, 0.0) for one in ranks]
     short = [one for one in ranks if placed[one][2]]
-    # What the slowest rank needs before its passes, all have.
+    # All ranks start as early as the slowest rank needs.
     upfront = max((work.placed(one, 0.0, LESS[-1])[2] for one in short), default=0.0)
     for one in ranks if upfront else short:
         placed[one] = work.widest(one, upfront, math.inf, LESS) or placed[one]
@@ -680,10 +684,10 @@ def plan_bubbles(
     """Choose ranks and slots of all units; see `assign_units`.
 
     Args:
-        lines: timelines of which the one with the shortest step is taken.
+        lines: candidate timelines; the one with the shortest step is used.
 
     Returns:
-        its number, and the plan.
+        the index of that timeline, and the plan.
     """
 
     def attempt(number: int, taken: Floats) -> Choice:

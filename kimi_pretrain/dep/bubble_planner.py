@@ -1,8 +1,8 @@
-"""From the plan of a step to its vision work in bubbles: costs, scopes and memory. Pure.
+"""Plans the vision work of a step into bubbles: costs, scopes and memory. Pure function.
 
-Each scope (`dep.scope`) places its own items on its own ranks, all on one timeline of the pipeline
-with text alone, so that the plans together are free of circles as each is; `bubble_check` runs them
-through together. Items that several ranks encode stay before and after the pipeline.
+Each scope (`dep.scope`) places its own items on its own ranks. All scopes use one timeline of the
+text-only pipeline, so that the combined plan is free of deadlocks, like each plan; `bubble_check`
+simulates them together. Items that several ranks encode stay before and after the pipeline.
 """
 
 import logging
@@ -44,7 +44,7 @@ Floats = NDArray[np.float64]
 
 log = logging.getLogger("kimi_pretrain.train")
 
-NOTHING = 1e-9  # seconds of a pass that is not there
+NOTHING = 1e-9  # seconds of an absent pass
 
 
 class BubblePlanner:
@@ -75,18 +75,18 @@ class BubblePlanner:
         costs: Floats,
         learned: Learned | None = None,
     ) -> StepBubbles:
-        """Place items on ranks and slots, and keep activations where there is room.
+        """Assign items to ranks and slots, and keep activations as far as memory allows.
 
         Args:
-            plan: of the step.
-            items: that one rank each is to encode.
-            where: all items of the step are needed.
-            costs: seconds of a step's work on each of them.
-            learned: costs that slots are planned with; who encodes what never follows them, because
-                the order of sums does. None: the configuration's.
+            plan: plan of the step.
+            items: items that a single rank encodes.
+            where: destinations of all items of the step.
+            costs: seconds of a step's work on each item of the step.
+            learned: measured costs for the slots; None: the configured costs. The assignment of
+                items to ranks ignores measurements, because it determines the order of sums.
 
         Raises:
-            WaitsInACircle: a plan in which ranks would wait for each other; an error of ours.
+            WaitsInACircle: ranks would wait for each other; an internal error.
         """
         layout, per_microbatch = self.config.layout, self.config.train.rows_per_microbatch
         schedule = Schedule(layout.pp, layout.vpp, plan.num_rows // (layout.dp * per_microbatch))
@@ -107,8 +107,8 @@ class BubblePlanner:
         return StepBubbles(found, units, unit, rooms, needed, now.factors)
 
     def _timelines(self, schedule: Schedule, costs: Learned, units: Units) -> list[Timeline]:
-        """Return when passes run; unless work is at the edges alone short waits lie together, for
-        each length that they could have.
+        """Return the timelines of all passes. Unless work runs only at the edges, there is one for
+        each candidate length of waits; shorter waits are merged.
         """
         line = timeline(schedule, costs.forward, costs.backward)
         if self.filling.edges:
@@ -118,11 +118,11 @@ class BubblePlanner:
     def _units(
         self, items: Ints, home: Ints, microbatch: Ints, plan: GlobalPlan, costs: Floats
     ) -> tuple[Units, Ints]:
-        """Return some items as units, with what each of their three passes costs, and the unit of
-        each item of the step; -1: none.
+        """Return the items as units with the costs of their three passes, and the unit of each item
+        of the step; -1: none.
 
-        A frozen encoder has no later passes; behind a frozen tower they are the projector's, which
-        is next to nothing.
+        A frozen encoder has no backward work. With a frozen tower only the projector has some,
+        which is close to zero.
         """
         frozen, size = self.config.train.frozen, ITEMSIZE[self.config.train.dtype]
         forward, vision = costs[items] / FORWARDS_PER_STEP, self.config.model.vision
@@ -144,14 +144,14 @@ class BubblePlanner:
         return units, unit
 
     def _held(self, items: Ints, home: Ints, unit: Ints, plan: GlobalPlan) -> "_Held":
-        """Return what units take; the arguments as of `_units`, `unit` as it returns it."""
+        """Return the memory of the units; arguments and `unit` are those of `_units`."""
         vision, frozen = self.config.model.vision, self.config.train.frozen
         size, grids = ITEMSIZE[self.config.train.dtype], grids_of(plan)[items]
         patches = plan.items.patches.astype(np.int64)[items]
         tokens = plan.items.tokens.astype(np.int64)
         work = activation_bytes(grids, vision.replace(depth=1), size)
         begin = begin_bytes(patches, vision, size)
-        if "vision_tower" in frozen:  # what it put out, where a projector is trained on it
+        if "vision_tower" in frozen:  # the tower's output, if the projector is trained on it
             begin = MERGE**2 * vision.width * size * tokens[items] * ("projector" not in frozen)
 
         def of_units(column: Ints) -> Ints:
@@ -161,14 +161,14 @@ class BubblePlanner:
         return _Held(of_units(begin), of_units(work), of_units(tokens[items]), need)
 
     def _chosen(self, units: Units, schedule: Schedule, held: "_Held") -> tuple[Ints, Ints, int]:
-        """Return the rank of each unit, how many of its pieces are kept, and the number of the
-        timeline: of that on which media fit the memory, and the step is shortest.
+        """Return the rank of each unit, the number of its kept pieces, and the index of the
+        timeline with the shortest step whose media fit the memory.
         """
         lines, room = self._timelines(schedule, self.configured, units), 0
 
         def attempt(number: int, taken: Floats) -> Choice:
             nonlocal room
-            # What the last one came to, or it takes several rounds each time.
+            # Start from the previous result, or each call takes several rounds.
             room = room or self.filling.room_bytes
             choice, room, over = self._fitting(units, schedule, lines[number], held, room, taken)
             return choice._replace(longer=math.inf) if over else choice
@@ -185,12 +185,12 @@ class BubblePlanner:
         room: int,
         taken: Floats,
     ) -> tuple[Choice, int, bool]:
-        """Return who does what, with no more pieces kept than there is room for; the bytes of a
-        rank that were left for those; and whether media are over the limit even so.
+        """Return the assignment with as many kept pieces as memory allows, the bytes of a rank that
+        were available for them, and whether media exceed the limit even so.
 
         Args:
-            room: bytes to begin with; taken back until all fits.
-            taken: as for `assign_units`.
+            room: bytes for kept pieces to start with; reduced until everything fits.
+            taken: as in `assign_units`.
         """
         limit = self.filling.room_bytes
         while True:
@@ -199,7 +199,7 @@ class BubblePlanner:
             over = max(0, int(needed.max()) - limit)
             if not over or not room:
                 return found, room, bool(over and limit)
-            room = max(0, room - over - limit // 256)  # a little more, or it takes several rounds
+            room = max(0, room - over - limit // 256)  # a margin avoids several more rounds
 
     def _assigned(
         self, units: Units, schedule: Schedule, line: Timeline, room: int, taken: Floats
@@ -225,12 +225,12 @@ class BubblePlanner:
         schedule: Schedule,
         line: Timeline,
     ) -> BubblePlan:
-        """Give all units their slots; returns a plan that has been checked."""
+        """Place all units in slots and return the plan, which has passed `check`."""
         found = place_units(units, rank, kept, schedule, line, self.stage, self.filling)
         try:
             check(found)
         except WaitsInACircle as error:
-            # The timeline does not know that what a stage sends waits for its taker.
+            # The timeline does not model that a send waits for its receiver.
             log.warning("dep.bubbles: a step uses its first and last slots alone: %s", error)
             filling = replace(self.filling, edges=True)
             found = place_units(units, rank, kept, schedule, line, self.stage, filling)
@@ -238,12 +238,12 @@ class BubblePlanner:
         return found
 
     def _needed(self, rank: Ints, kept: Ints, held: "_Held", units: Units) -> Ints:
-        """Return the bytes that media take on each rank, were all that waits there at once.
+        """Return the bytes that media need on each rank if all waiting work waits at once.
 
-        A rank may put backward work off by itself: it is not the plan that says how much waits.
+        A rank may postpone backward work, so the plan does not bound the amount of waiting work.
 
         Args:
-            rank, kept: of each unit; `kept`: how many of its pieces are.
+            rank, kept: rank of each unit and the number of its kept pieces.
         """
         count = len(self.stage)
         piece = -(-units.kept_bytes // self.filling.pieces)
@@ -252,25 +252,25 @@ class BubblePlanner:
         np.maximum.at(work, rank, held.work)
         moved = np.bincount(rank, held.tokens, count).astype(np.int64)
         first = self.ranks.first_stage
-        moved[first] += -(-held.need[:, None] // first.shape[1])  # each holds its part of the rows
+        moved[first] += -(-held.need[:, None] // first.shape[1])  # each rank holds part of the rows
         size = self.config.model.vision.out_width * ITEMSIZE[self.config.train.dtype]
         return np.ceil(waits + work + 2 * moved * size).astype(np.int64)
 
 
 def _limit(config: Config) -> int:
-    """Return the bytes that media may take on each rank."""
+    """Return the bytes that media may use on each rank."""
     assert config.dep.memory_limit_gib is not None  # checked with the configuration
     return int(config.dep.memory_limit_gib * GIB)
 
 
 class _Held(NamedTuple):
-    """What units take beside what is kept of them.
+    """Memory of units besides their kept activations.
 
     Attributes:
-        begin: bytes of what their pieces begin with, from the forward pass on, [units].
-        work: bytes while a piece is computed and taken back, [units].
-        tokens: of each, [units].
-        need: tokens of all items of each replica, shared ones, too.
+        begin: bytes of the inputs of their pieces, held from the forward pass on, [units].
+        work: bytes while a piece is recomputed and runs its backward pass, [units].
+        tokens: tokens of each unit, [units].
+        need: tokens of all items of each replica, including shared items.
     """
 
     begin: Ints

@@ -1,16 +1,17 @@
-"""Carries out a plan of vision work in bubbles, on one rank, while its pipeline runs.
+"""Runs the planned vision work of one rank in the bubbles of its pipeline.
 
-The schedule says when it is about to wait and which pass it begins (`engine.slots`); slot n lies
-before pass n. In its slots a rank does pieces of its units, and sends each output at once. A
-first-stage rank receives a few microbatches ahead, and puts a microbatch's leaf together when its
-first pass begins; as soon as that leaf has its gradient, it is sent back, unit by unit.
-Backward work waits for it in a slot that the plan has behind it. Behind the last pass the
-encoder's gradients leave for the sum over all ranks as the last unit's pieces complete them.
+The schedule reports when it is about to wait and which pass it begins (`engine.slots`); slot n is
+the time before pass n. In its slots, a rank runs pieces of its units and sends each output at once.
+A first-stage rank posts receives a few microbatches ahead and assembles a microbatch's leaf when
+the first pass of the microbatch begins. Once the leaf has its gradient, the rank sends it back,
+unit by unit. Backward work waits for the gradient in a slot that the plan puts after its arrival.
+After the last pass, the encoder's gradients start their sum over all ranks as the last unit's
+pieces complete them.
 
-Sends are waited for at the end alone. What a rank waits for inside the schedule is what the plan
-was checked with (`bubble_check`), or less: forward work may be done earlier than planned and
-backward work later, which a rank decides alone. Neither changes a bit, because gradients of each
-piece are added in the order of units and sums of the backbone are not touched.
+Sends are waited for only at the end. Inside the schedule, a rank waits for at most the events that
+`bubble_check` checked: it may run forward work earlier than planned and postpone backward work.
+Such local decisions do not change results, because gradients of each piece are added in the order
+of units and the sums of the backbone are not affected.
 """
 
 from collections import defaultdict, deque
@@ -39,17 +40,17 @@ from kimi_pretrain.telemetry.stopwatch import Stopwatch
 
 
 class OutOfOrder(RuntimeError):
-    """The schedule runs another pass than the plan has: the message names both."""
+    """The schedule runs another pass than the planned one; the message names both."""
 
 
 @dataclass
 class _Message:
-    """Some of a unit's rows on their way to a first-stage rank.
+    """Some rows of a unit in transit to a first-stage rank.
 
     Attributes:
-        peer: on the other side; may be this rank.
-        rows: of the unit's output, or their places in the microbatch, int64.
-        buffer: as they travel, [rows, hidden].
+        peer: rank on the other side; may be this rank.
+        rows: rows of the unit's output, or positions in the microbatch, int64.
+        buffer: rows in wire format, [rows, hidden].
     """
 
     unit: int
@@ -59,7 +60,7 @@ class _Message:
     work: Work | None = None
 
     def take(self) -> Tensor:
-        """Wait for the rows and return them."""
+        """Wait for the rows and return them; releases the buffer."""
         if self.work is not None:
             self.work.wait()
         buffer, self.buffer, self.work = self.buffer, None, None
@@ -69,28 +70,28 @@ class _Message:
 
 @dataclass
 class _Unit:
-    """A unit on the rank that encodes it, and where its rows go."""
+    """A unit on the rank that encodes it, and the destinations of its rows."""
 
     run: UnitPass
     to: list[_Message] = field(default_factory=list)
 
 
 class BubbleRun:
-    """One step's vision work in bubbles, on one rank; the `Slots` of its schedule.
+    """One step's vision work in bubbles on one rank; implements `Slots` for its schedule.
 
     Args:
-        vision: of the step, with bubbles.
-        stage: of the pipeline, of this rank.
-        links: to the other ranks.
+        vision: plan of the step, with bubbles.
+        stage: pipeline stage of this rank.
+        links: connections to the other ranks.
         grids: (frames, height, width) of all items of the step, [items, 3].
-        pixels: of this rank's items.
-        ahead: microbatches before their first pass in which receives are posted.
-        wire: type of numbers on their way; None: the encoder's.
-        complete: no other work adds to the encoder's gradients behind this; they are sent off.
-        phase: names what is done, for the timeline.
+        pixels: pixels of this rank's items.
+        ahead: number of microbatches between posting receives and the first pass.
+        wire: dtype in transit; None: the encoder's.
+        complete: True if no later work adds to the encoder's gradients, so they can be reduced.
+        phase: returns a context manager that records work under a phase name.
 
     Attributes:
-        waits: with nothing to do.
+        waits: stopwatch of idle waits.
     """
 
     def __init__(
@@ -122,9 +123,9 @@ class BubbleRun:
             for chunk in chunks
             for backward in (False, True)
         }
-        self.started = 0  # passes, and the number of the slot before the next one
+        self.started = 0  # number of started passes, which is also the slot before the next pass
         self._room = self.bubbles.room[stage]
-        # On CUDA the host is through with a slot before the device begins it.
+        # On CUDA the host finishes a slot before the device begins it.
         self._timed = encoder.device.type == "cpu"
         self._units: dict[int, _Unit] = {}
         self._forward = deque(_pieces(self.plan.forward[self.rank]))
@@ -140,26 +141,26 @@ class BubbleRun:
         self._arriving: dict[int, list[_Message]] = {}  # by microbatch
         self._find_messages(vision)
         self._unposted = deque(m for number in sorted(self._arriving) for m in self._of(number))
-        self._returned: dict[int, Tensor] = {}  # gradients of this rank's units, from itself
+        self._returned: dict[int, Tensor] = {}  # gradients of this rank's units from its own leaves
 
-    # What the schedule says ----------------------------------------------------------------------
+    # Events of the schedule ----------------------------------------------------------------------
 
     def begin(self, microbatches: Sequence[Microbatch]) -> None:
-        """Do what the plan has before the first pass; the schedule follows.
+        """Run the work that the plan has before the first pass; the schedule follows.
 
         Args:
-            microbatches: in their order; with leaves of what was encoded by several ranks together.
+            microbatches: in order; with leaves for the items that several ranks encoded together.
         """
         self._leaves = microbatches
         self._post(self.ahead - 1)
-        if self.stage == 0:  # it waits for nobody there; others have a receive to post first
+        if self.stage == 0:  # it has no receive to post first, unlike other stages
             self._encode(0)
 
     def fill(self, *, gradient: bool) -> None:
-        """Work while the stage waits: for a gradient, or for the input of a forward pass.
+        """Work while the stage waits for a gradient, or for the input of a forward pass.
 
-        What comes may be for a pass behind the next one, and that will not wait again: forward work
-        of its slot is done now.
+        The awaited input may belong to a pass after the next one, which will then not wait again.
+        So this also runs the forward work planned in the slot of that pass.
         """
         self._pass_ends()
         passes = range(self.started, len(self.passes))
@@ -170,7 +171,7 @@ class BubbleRun:
         room = self._room.get(self.started, 0.0)
         while self._backward and self._backward[0][0] <= self.started:
             _, unit, piece = self._backward[0]
-            # Put off where time is up: nobody waits for it before the end of the step.
+            # Postpone when time is up: no rank waits for this work before the end of the step.
             within = (1 - OVER) * self.bubbles.seconds(unit, piece)
             late = perf_counter() - began + within > room
             if self._timed and late:
@@ -186,10 +187,10 @@ class BubbleRun:
             yield
 
     def forward(self, chunk: int, microbatch: int) -> None:
-        """A forward pass begins; on the first stage its media are there when this returns.
+        """Handle the begin of a forward pass; on the first stage, its media are ready on return.
 
         Raises:
-            OutOfOrder: it is not the pass that is planned.
+            OutOfOrder: the plan has another pass.
         """
         self._pass_ends()
         self._encode(self.started)
@@ -199,10 +200,10 @@ class BubbleRun:
         self._pass_begins(chunk, backward=False)
 
     def backward(self, chunk: int, microbatch: int) -> None:
-        """A backward pass begins.
+        """Handle the begin of a backward pass.
 
         Raises:
-            OutOfOrder: it is not the pass that is planned.
+            OutOfOrder: the plan has another pass or vision work.
         """
         if self._forward and self._forward[0][0] <= self.started:
             raise OutOfOrder(
@@ -214,19 +215,19 @@ class BubbleRun:
         self._pass_begins(chunk, backward=True)
 
     def finish(self) -> None:
-        """Do what is left, behind the last pass, and wait until all that was sent has arrived."""
+        """Run the remaining work after the last pass, then wait until all sends have completed."""
         self._pass_ends()
         if self.started < len(self.passes):
             raise OutOfOrder(f"stage {self.stage} ended before the {self.passes[self.started]}")
         assert not self._forward
         if self._sums is not None:
-            # Not before: others' buckets may need passes that wait for this rank's.
+            # Not earlier: other ranks' buckets may depend on passes that wait for this rank.
             self._sums.release()
         together = int(self.plan.together[self.rank])
         while len(self._backward) > together:
             _, unit, piece = self._backward.popleft()
             self._go_back(unit, piece)
-        for _, unit, piece in sorted(self._backward, key=itemgetter(2)):  # units stay in order
+        for _, unit, piece in sorted(self._backward, key=itemgetter(2)):  # keeps the order of units
             self._go_back(unit, piece)
         self._backward.clear()
         if self._sums is not None:
@@ -237,7 +238,7 @@ class BubbleRun:
         self._sent = []
 
     def seconds(self) -> dict[str, float]:
-        """Return what was measured of each kind of `MEASURED`."""
+        """Return the measured seconds of each kind in `MEASURED`."""
         between = {slot: watch for slot, watch in self._slots.items() if slot}
         over = [watch.seconds() - self._room.get(slot, 0.0) for slot, watch in between.items()]
         return {
@@ -247,7 +248,7 @@ class BubbleRun:
         }
 
     def times(self) -> RankTimes:
-        """Return what passes and pieces took."""
+        """Return the measured seconds of passes and pieces."""
         passes = [
             (self._passes[chunk, False].mean(), self._passes[chunk, True].mean())
             for chunk in range(self.plan.schedule.chunks)
@@ -272,10 +273,10 @@ class BubbleRun:
             )
         self.started += 1
 
-    # As a rank that encodes ----------------------------------------------------------------------
+    # Work of an encoding rank ---------------------------------------------------------------------
 
     def _encode(self, until: int) -> None:
-        """Do the forward pieces of all slots up to one."""
+        """Run the forward pieces of all slots up to `until`."""
         while self._forward and self._forward[0][0] <= until:
             _, unit, piece = self._forward.popleft()
             with self._working("2 vision forward", unit, 0):
@@ -306,7 +307,7 @@ class BubbleRun:
                 self._sent.append((wire, self.links.send("over", wire, message.peer)))
 
     def _go_back(self, unit: int, piece: int) -> None:
-        """Take a piece back, which is computed again first if it was not kept."""
+        """Run the backward pass of a piece, after its recompute if it was not kept."""
         work, kind, gradient = self._units[unit], self.bubbles.kind(unit, piece), None
         if piece == 0:
             for message in work.to:
@@ -346,7 +347,7 @@ class BubbleRun:
 
     @contextmanager
     def _working(self, phase: str, unit: int, kind: int, *, more: bool = False) -> Iterator[None]:
-        """Measure a piece, or `more` of one that was begun."""
+        """Measure a piece, or with `more` the rest of a piece."""
         took, modelled = self._kinds[kind]
         if not more:
             modelled.append(self.bubbles.modelled(unit, kind))
@@ -358,13 +359,13 @@ class BubbleRun:
             error.add_note(f"in the {phase[2:]} of item {items}, on rank {self.rank}, in a bubble")
             raise
 
-    # As a first stage ----------------------------------------------------------------------------
+    # Work of a first stage ------------------------------------------------------------------------
 
     def _of(self, microbatch: int) -> list[_Message]:
         return self._arriving.get(microbatch, [])
 
     def _post(self, until: int) -> None:
-        """Begin to receive what microbatches up to this one need, in the order of units."""
+        """Post the receives of all microbatches up to `until`, in the order of units."""
         while self._unposted and self.plan.microbatch[self._unposted[0].unit] <= until:
             message = self._unposted.popleft()
             if message.peer != self.rank:
@@ -372,7 +373,7 @@ class BubbleRun:
                 message.work = self.links.receive("over", message.buffer, message.peer)
 
     def _make_leaf(self, number: int) -> None:
-        """Put a microbatch's leaf together, behind what it has already."""
+        """Assemble a microbatch's leaf, appending to the leaf that it may already have."""
         self._post(number + self.ahead)
         messages, microbatch = self._of(number), self._leaves[number]
         if not messages:
@@ -400,7 +401,7 @@ class BubbleRun:
             leaf.register_post_accumulate_grad_hook(done)
 
     def _give_back(self, messages: Sequence[_Message], gradient: Tensor) -> None:
-        """Send the gradient of a microbatch's leaf to who encoded it, unit by unit."""
+        """Send the gradient of a microbatch's leaf to the encoding ranks, unit by unit."""
         sizes = [len(message.rows) for message in messages]
         for message, rows in zip(messages, gradient.split(sizes), strict=True):
             wire = rows.to(self.wire).contiguous()
@@ -409,10 +410,10 @@ class BubbleRun:
             else:
                 self._sent.append((wire, self.links.send("back", wire, message.peer)))
 
-    # Who sends what ------------------------------------------------------------------------------
+    # Messages -------------------------------------------------------------------------------------
 
     def _find_messages(self, vision: VisionPlan) -> None:
-        """Read from the plan what this rank sends and receives: both ends see the same rows."""
+        """Derive this rank's messages from the plan; both ends derive the same rows."""
         unit_of, first = self.bubbles.unit, self.bubbles.begins(vision.tokens)
         spans = vision.spans[unit_of[vision.spans.item] >= 0]
         out = spans[spans.source == self.rank]

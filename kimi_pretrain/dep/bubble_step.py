@@ -1,8 +1,8 @@
-"""A training step whose vision work runs inside the pipeline (`dep.bubbles`).
+"""Training step whose vision work runs inside the pipeline (`dep.bubbles`).
 
-Phases 2, 3, 5 and 6 of `kimi_pretrain.step` are left for items that several ranks encode together:
-they communicate in every layer, which inside a schedule they could not. All others are encoded,
-sent and taken backward in phase 4, while their rank waits for its pipeline.
+Phases 2, 3, 5 and 6 of `kimi_pretrain.step` remain only for items that several ranks encode
+together, because these ranks communicate in every layer, which is impossible inside a schedule. All
+other items are encoded, sent and run backward in phase 4, while their rank waits for its pipeline.
 """
 
 import logging
@@ -33,7 +33,7 @@ log = logging.getLogger("kimi_pretrain.train")
 def dep_step(
     config: Config, mesh: Mesh, model: Model, update: Update, planner: VisionPlanner
 ) -> TrainStep:
-    """Return the step of a run: in bubbles where there are some, and it is asked for."""
+    """Return the step of a run: a `BubbleStep` if configured and if the run has a pipeline."""
     if config.in_bubbles():
         return BubbleStep(config, mesh, model, update, planner)
     if config.dep.bubbles != "none" and mesh.rank == 0:
@@ -45,7 +45,7 @@ def dep_step(
 
 
 class BubbleStep(TrainStep):
-    """`TrainStep` with vision work in the waits of the pipeline."""
+    """`TrainStep` with vision work inside pipeline bubbles."""
 
     def __init__(
         self, config: Config, mesh: Mesh, model: Model, update: Update, planner: VisionPlanner
@@ -61,7 +61,7 @@ class BubbleStep(TrainStep):
         self._sections: list[Section] = []
 
     def run(self, batch: StepBatch, *, text_only: bool = False) -> StepReport:
-        """See `TrainStep`; the report has the seconds of this rank's bubbles."""
+        """Run a step as in `TrainStep`; the report has the seconds of this rank's bubbles."""
         self._seconds, self._times, self._moved, self._sections = {}, None, {}, []
         report = super().run(batch, text_only=text_only)
         return replace(
@@ -79,16 +79,16 @@ class BubbleStep(TrainStep):
         microbatches: list[Microbatch],
         loss_tokens: int,
     ) -> tuple[BatchLoss, int]:
-        """Phases 2 to 6; returns the loss, and the patches that were not encoded twice."""
+        """Run phases 2 to 6; return the loss and the patches that were not encoded twice."""
         assert vision.bubbles is not None
         rank, trained, plan = self.mesh.rank, self.encoder.trainable, vision.bubbles.plan
         shared = vision.together()
         media, grids = self._pixels(batch, vision), grids_of(batch.plan)
         outside = None
-        if len(shared.spans):  # on all ranks alike: the plan is global
+        if len(shared.spans):  # the same on all ranks, because the plan is global
             outside = self._encode(batch, shared, microbatches, trained=trained)
-        # Not by the clock of phases, which waits for the device and would end all overlap; and in
-        # one step alone: they are hundreds.
+        # The phase clock waits for the device, which would prevent all overlap. The sections are
+        # recorded in a single step, because there are hundreds.
         traced = batch.plan.step + 1 == self.config.train.trace_step
         sections = Sections(self.mesh.device) if traced else None
         phase = sections.running if sections else _unnamed

@@ -1,9 +1,9 @@
-"""What passes and vision work in bubbles really take: measured by each rank, believed by all.
+"""Measured seconds of passes and of vision work in bubbles, shared by all ranks.
 
-The plan of a step's bubbles begins with what the configuration says that passes and items cost.
-Each rank measures both; the ranks' figures meet in the report of the step, so that all have the
-same ones, and the slots of later steps follow them. Who encodes what does not: it decides in which
-order gradients are added, and no bit may depend on a clock.
+The first plans use the configured costs of passes and items. Each rank measures both. The step
+reports carry the measurements to all ranks, and the slots of later steps use them. The assignment
+of items to ranks ignores them, because it determines the order in which gradients are added, and
+results must not depend on a clock.
 """
 
 from collections import deque
@@ -17,18 +17,18 @@ from kimi_pretrain.config import Config
 
 Floats = NDArray[np.float64]
 
-WINDOW = 8  # steps whose median is believed
+WINDOW = 8  # steps in the median
 
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What a rank measured in a step.
+    """Measurements of a rank in a step.
 
     Attributes:
-        stage: of the pipeline.
-        passes: of each chunk the seconds of a (forward, backward) pass, mean of the microbatches.
-        pieces: of each of `step_bubbles.KINDS` the seconds that its items' pieces took, and those
-            that the cost model has for them.
+        stage: pipeline stage of the rank.
+        passes: seconds of a (forward, backward) pass of each virtual stage, mean over microbatches.
+        pieces: for each of `step_bubbles.KINDS`, the measured seconds of its pieces and the seconds
+            by the cost model.
     """
 
     stage: int
@@ -38,11 +38,11 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class Learned:
-    """What slots are planned with.
+    """Costs used to plan slots.
 
     Attributes:
         forward, backward: seconds of a pass of each virtual stage, float64 [virtual stages].
-        factors: of the seconds that the cost model has for each of `step_bubbles.KINDS`.
+        factors: factors on the cost model's seconds for each of `step_bubbles.KINDS`.
     """
 
     forward: Floats
@@ -51,39 +51,39 @@ class Learned:
 
 
 class Learning:
-    """Costs of each step from those measured before it, the same on all ranks.
+    """Costs for each step, learned from earlier steps and equal on all ranks.
 
-    A step is planned ahead of time, on each rank when its loader comes to it. So it is planned with
-    what was measured so many steps before that no loader can have been earlier.
+    Each rank plans a step ahead of time, whenever its loader gets there. So the plan uses only
+    measurements that are old enough for every loader to have them (`delay`).
     """
 
     def __init__(self, config: Config):
         self.stages, self.chunks = config.layout.pp, config.layout.vpp
-        self.delay = config.data.prefetch_steps + 2  # one is being planned, one is running
+        self.delay = config.data.prefetch_steps + 2  # one step in planning, one step running
         self._measured: deque[tuple[Floats, Floats]] = deque(maxlen=WINDOW)
         self._known: dict[int, Learned] = {}
         self._planned = -1
         self._warm = False
 
     def of(self, step: int) -> Learned | None:
-        """Return what a step is planned with; None: the configuration's own costs."""
+        """Return the costs for planning a step; None: the configured costs."""
         self._planned = max(self._planned, step)
         known = [number for number in list(self._known) if number <= step - self.delay]
         return self._known[max(known)] if known else None
 
     def add(self, step: int, ranks: Sequence[RankTimes | None]) -> None:
-        """Take what all ranks measured in a step; every rank says the same.
+        """Add the measurements of all ranks in a step; every rank passes the same values.
 
         Args:
             step: counted as in `GlobalPlan`.
-            ranks: None where no vision work ran in bubbles, on all or none.
+            ranks: None where no vision work ran in bubbles, which holds on all ranks or none.
         """
-        # Another rank's loader may have come to it before, and planned it without.
+        # Another rank's loader may already have planned the step without these measurements.
         assert self._planned < step + self.delay, (self._planned, step, self.delay)
         found = [one for one in ranks if one is not None]
         if not found:
             return
-        if not self._warm:  # the first step of a process allocates, and compiles
+        if not self._warm:  # the first step of a process includes allocation and compilation
             self._warm = True
             return
         pieces = np.array([one.pieces for one in found]).sum(axis=0)
@@ -97,7 +97,7 @@ class Learning:
         self._known = known | {step: Learned(passes[0], passes[1], (first, second, third))}
 
     def _passes(self, ranks: Sequence[RankTimes]) -> Floats:
-        """Return the mean of the ranks of each stage, float64 [2, virtual stages]."""
+        """Return the mean over the ranks of each stage, float64 [2, virtual stages]."""
         found = np.zeros((2, self.chunks * self.stages))
         for stage in range(self.stages):
             mine = np.mean([one.passes for one in ranks if one.stage == stage], axis=0)

@@ -1,9 +1,9 @@
-"""What encoding one media item costs its rank in a training step: the load that DEP balances.
+"""Cost model of encoding one media item in a training step: the load that DEP balances.
 
-Seconds of a forward, a recomputed forward and a backward: a term for the projections and MLPs,
-linear in the item's patches, one for attention over them, quadratic, and one for every item, small
-kernels and launches. `kimi-pretrain plan --calibrate` measures the three on a machine; without
-them they are counted in FLOPs.
+The seconds of forward, recompute and backward have three terms: projections and MLPs are linear in
+the item's patches, attention is quadratic, and small kernels and launches cost a constant per item.
+`kimi-pretrain plan --calibrate` measures the three coefficients on a machine; without a calibration
+they are derived from FLOPs.
 """
 
 from dataclasses import dataclass
@@ -20,20 +20,20 @@ FORWARDS_PER_STEP = 4.0  # forward, recompute, and a backward of twice a forward
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds of all of a step's work on an item, as a function of its patches."""
+    """Seconds of a step's encoder work on an item, as a function of its patches."""
 
     per_patch: float
     per_patch_squared: float
     per_item: float = 0.0
 
     def seconds(self, patches: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the seconds that each item costs one rank, float64 [items]."""
+        """Return the seconds of each item on one rank, float64 [items]."""
         size = np.asarray(patches, dtype=np.float64)
         return size * self.per_patch + size * size * self.per_patch_squared + self.per_item
 
     @classmethod
     def configured(cls, config: Config) -> "CostModel":
-        """Return the model that `dep.cost` gives, or the one counted in FLOPs."""
+        """Return the model configured in `dep.cost`, or one derived from FLOPs."""
         given = config.dep.cost
         if given is None:
             return cls.from_flops(config.model.vision, config.dep.flops_per_second)
@@ -41,10 +41,10 @@ class CostModel:
 
     @classmethod
     def from_flops(cls, config: MoonViTConfig, flops_per_second: float) -> "CostModel":
-        """Return the model of an encoder that computes at a steady rate.
+        """Return the model of an encoder with constant throughput.
 
         Args:
-            flops_per_second: of one rank, as reached, not as advertised.
+            flops_per_second: achieved throughput of one rank, not the peak.
         """
         linear, quadratic = flops([(1, 2, 2)], config)  # four patches, one token
         factor = FORWARDS_PER_STEP / flops_per_second

@@ -1,12 +1,12 @@
-"""From measured seconds of encoder work to a cost model: a non-negative least-squares fit. Pure.
+"""Fits a cost model to measured seconds of encoder work by non-negative least squares. Pure.
 
-Seconds of a pack = per_patch * patches + per_patch_squared * squares of its items' patches
-+ per_item * items + per_chunk. The last term is what starting a pack costs whatever is in it; a
-rank with items pays it about once, so it is no part of an item's price. Without it in the fit the
-price of an item would be taken from packs of one and come out far too high. Patches are those that
-the kernels work through: on CPU a pack is filled up to whole blocks.
+Seconds of a pack = per_patch * patches + per_patch_squared * squares of its items' patches +
+per_item * items + per_chunk. The last term is the constant cost of starting a pack. A rank with
+items pays it about once, so it is not part of an item's cost. Without this term, the fit would
+derive the cost per item from packs of one and overestimate it by far. Patches are the ones that
+kernels process: on CPU a pack is padded to whole blocks.
 
-Weights are relative: an error of a tenth counts the same on an icon and on a page.
+Weights are relative: an error of 10% counts the same for an icon and for a page.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ from moonvit3d.config import MoonViTConfig
 Floats = NDArray[np.float64]
 Grid = tuple[int, int, int]
 
-MIN_SIZES = 3  # different sizes of items: fewer do not tell a line from a parabola
-DIGITS = 4  # of a coefficient; a measurement knows fewer
+MIN_SIZES = 3  # distinct item sizes; fewer cannot separate a line from a parabola
+DIGITS = 4  # significant digits of a coefficient, more than a measurement has
 
 
 @dataclass(frozen=True)
 class Pack:
-    """Items that are encoded together in one pack; (frames, height, width) of each, all alike."""
+    """Items encoded together in one pack; all have the same (frames, height, width)."""
 
     grids: tuple[Grid, ...]
 
@@ -45,7 +45,7 @@ class Pack:
 
     @property
     def name(self) -> str:
-        """As people say it: "512 x 4x4" is a pack of 512 items of 4 by 4 patches."""
+        """Readable name: "512 x 4x4" is a pack of 512 items of 4 by 4 patches."""
         t, h, w = self.grids[0]
         frames = f"{t} frames of " if t > 1 else ""
         count = f"{len(self.grids)} x " if len(self.grids) > 1 else ""
@@ -57,9 +57,9 @@ class Timing:
     """Median seconds of a pack.
 
     Attributes:
-        forward: without a graph.
-        total: of a training step: that forward, then a forward with graph and its backward.
-        filled: empty patches that the encoder added to fill the pack up (CPU only).
+        forward: seconds of a forward pass without graph.
+        total: seconds of a training step: that forward pass, then one with graph and its backward.
+        filled: empty patches that the encoder added as padding (CPU only).
     """
 
     pack: Pack
@@ -70,11 +70,11 @@ class Timing:
 
 @dataclass(frozen=True)
 class Fit:
-    """A cost model and how well it agrees with what it was fitted to.
+    """A cost model and its agreement with the timings it was fitted to.
 
     Attributes:
         cost: seconds of an item's work in a training step.
-        per_chunk: seconds that a pack costs on top, whatever is in it.
+        per_chunk: constant seconds of each pack on top.
         predicted: seconds of each timing by the fit, float64 [timings].
         errors: predicted over measured, minus 1, float64 [timings].
     """
@@ -86,12 +86,12 @@ class Fit:
 
     @property
     def median_error(self) -> float:
-        """Median of the errors' sizes."""
+        """Median absolute error."""
         return float(np.median(np.abs(self.errors)))
 
     @property
     def worst_error(self) -> float:
-        """Largest of the errors' sizes."""
+        """Largest absolute error."""
         return float(np.abs(self.errors).max())
 
 
@@ -99,7 +99,8 @@ def fit(timings: Sequence[Timing]) -> Fit:
     """Fit the cost model to timings of single items and of packs.
 
     Raises:
-        ValueError: the timings do not determine it: too few sizes, or no packs of several items.
+        ValueError: the timings do not determine the model: too few sizes, or no packs of several
+            items.
     """
     check_enough(timings)
     measured = np.array([timing.total for timing in timings])
@@ -114,10 +115,10 @@ def fit(timings: Sequence[Timing]) -> Fit:
 
 
 def check_enough(timings: Sequence[Timing]) -> None:
-    """Refuse timings that cannot tell the terms apart.
+    """Refuse timings that cannot separate the terms.
 
     Raises:
-        ValueError: says what is missing and what to do.
+        ValueError: the message says what is missing and what to do.
     """
     sizes = {int(timing.pack.sizes[0]) for timing in timings}
     packs = sum(len(timing.pack.grids) > 1 for timing in timings)
@@ -131,11 +132,11 @@ def check_enough(timings: Sequence[Timing]) -> None:
 
 
 def flops_shape(timings: Sequence[Timing], config: MoonViTConfig) -> tuple[float, Floats]:
-    """Hold the default against timings: cost in proportion to FLOPs, at the rate that fits best.
+    """Compare the default model, with cost proportional to FLOPs, to timings at the best rate.
 
     Returns:
-        (rate, predicted): FLOP/s that come closest, in relative error, to all timings; and the
-        seconds of each at that rate, float64 [timings].
+        (rate, predicted): the FLOP/s with the smallest relative error over all timings, and the
+        seconds of each timing at that rate, float64 [timings].
     """
     default = CostModel.from_flops(config, 1.0)
     work = np.array([float(default.seconds(timing.pack.sizes).sum()) for timing in timings])
@@ -147,11 +148,11 @@ def flops_shape(timings: Sequence[Timing], config: MoonViTConfig) -> tuple[float
 def non_negative(matrix: Floats, target: Floats) -> Floats:
     """Return the x >= 0 that minimises |matrix x - target|, float64 [columns].
 
-    The best x has some columns at zero and is the plain least-squares answer in the others; with a
-    handful of columns all subsets are tried.
+    The optimum has some columns at zero and is the plain least-squares solution in the others. With
+    a handful of columns, all subsets are tried.
 
     Args:
-        matrix: [rows, columns], columns of rank at least one.
+        matrix: [rows, columns], of rank at least one.
         target: [rows].
     """
     scale = np.maximum(np.linalg.norm(matrix, axis=0), np.finfo(float).tiny)
@@ -170,7 +171,7 @@ def non_negative(matrix: Floats, target: Floats) -> Floats:
 
 
 def _terms(timings: Sequence[Timing]) -> Floats:
-    """Patches, squared patches, items and 1 of each timing's pack, float64 [timings, 4]."""
+    """Return (patches, squared patches, items, 1) of each timing's pack, float64 [timings, 4]."""
     rows: list[list[float]] = []
     for timing in timings:
         sizes = timing.pack.sizes.astype(np.float64)

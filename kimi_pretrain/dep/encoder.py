@@ -1,9 +1,9 @@
-"""Phases 2 and 6: the replicated vision encoder, forward without graph, recompute with backward.
+"""Phases 2 and 6: the vision encoder's forward without a graph, and its recompute with backward.
 
 Both passes run the same items in the same chunks through the same kernels, so the recomputed
-outputs are those that the backbone has seen. Peak memory is one chunk's activations (K2.5 report,
-section 4.5.1: only the final outputs are kept), or as much more as there is room for: a chunk whose
-activations are kept is not computed again.
+outputs equal the embeddings that the backbone has seen. Peak memory is one chunk's activations
+(K2.5 report, section 4.5.1: only the final outputs are kept). If memory allows, further chunks keep
+their activations and are not recomputed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,15 +32,15 @@ Pixels = Mapping[int, NDArray[np.uint8]]
 class DecoupledEncoder:
     """The encoder, its gradient buffer, and the two passes of a step.
 
-    Gradients accumulate over chunks in one flat buffer, fp32 (fp64 for fp64 parameters), as sums
-    over tokens, undivided. On CPU an item has the same bits in every chunk.
+    Gradients accumulate over chunks in one flat buffer, fp32 (fp64 for fp64 parameters), as
+    undivided sums over tokens. On CPU the result of an item is bit-identical in every chunk.
 
     Args:
         budget: most patches of a chunk.
         frozen: parts that are not trained: "vision_tower", "projector".
-        blocks: block size -> process group of the block of that many ranks that this one is in;
-            its ranks share large items.
-        check_recompute: compare a hash of every recomputed output with the forward's.
+        blocks: block size -> process group of this rank's block of that size, whose ranks share
+            large items.
+        check_recompute: compare a hash of every recomputed output with that of the forward pass.
     """
 
     def __init__(
@@ -66,20 +66,20 @@ class DecoupledEncoder:
 
     @property
     def trainable(self) -> bool:
-        """Whether any part is trained."""
+        """True if any part is trained."""
         return bool(self.sums.views)
 
     @property
     def tower_is_trained(self) -> bool:
-        """Whether gradients go through the tower; otherwise its outputs are kept instead."""
+        """True if gradients go through the tower; if not, its outputs are kept instead."""
         return next(self.module.vision_tower.parameters()).requires_grad
 
     def _build(self, config: MoonViTConfig, seed: int) -> VisionEncoder:
-        """Return the module with its first weights."""
+        """Return the module with its initial weights."""
         return initialise(VisionEncoder(config), seed)
 
     def trained(self) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters that are trained, by their checkpoint names."""
+        """Return the trained parameters by checkpoint name."""
         return {n: p for n, p in self.module.named_parameters() if p.requires_grad}
 
     def begin(
@@ -88,18 +88,18 @@ class DecoupledEncoder:
         """Cut a step's work on this rank into chunks.
 
         Args:
-            shares: what this rank encodes, in order; shared items come first.
+            shares: shares that this rank encodes, in order; shared items come first.
             grids: patch grids (frames, height, width) of all items of the step, [items, 3].
             pixels: item -> uint8 [patches, 3, 14, 14], for items that this rank has fetched.
-            room_bytes: for activations, those of the largest chunk included; 0 keeps none.
+            room_bytes: bytes for activations, including the largest chunk's; 0 keeps none.
         """
         mine = grids[shares.item]
         table: list[Grid] = [(int(t), int(h), int(w)) for t, h, w in mine]
         cuts = cut(shares, [t * h * w for t, h, w in table], self.budget)
         activations = activation_bytes(mine, self.config, self.dtype.itemsize) / shares.parts
         sizes = [int(activations[one].sum()) for one in cuts]
-        # Room is known to each rank alone, but a shared item has to be recomputed by all its ranks
-        # or by none, or some would wait for the others' all-to-alls: its graph is never kept.
+        # Each rank only knows its own memory, but either all ranks of a shared item recompute it or
+        # none, or some would wait in an all-to-all. So the graph of a shared item is never kept.
         shared = int((shares.parts > 1).sum())
         kept = kept_chunks(sizes, room_bytes if self.trainable else 0, shared)
         chunks = []
@@ -109,7 +109,7 @@ class DecoupledEncoder:
         return EncoderPass(self, chunks, pixels)
 
     def encode(self, pixels: list[NDArray[np.uint8]], grids: list[Grid]) -> Tensor:
-        """Encode whole items inside the graph, in chunks: the co-located baseline."""
+        """Encode whole items inside the graph, in chunks, for the co-located baseline."""
         return self.module(self.tensor(pixels), grids, self.budget)
 
     def tensor(self, pixels: Sequence[NDArray[np.uint8]]) -> Tensor:
@@ -119,7 +119,7 @@ class DecoupledEncoder:
 
 @dataclass
 class _Chunk:
-    """Whole items, or this rank's part of a shared one, and what is kept until the backward."""
+    """Whole items, or this rank's part of a shared item, and state kept until the backward pass."""
 
     items: list[int]
     grids: list[Grid]
@@ -134,7 +134,7 @@ class _Chunk:
 
 @dataclass
 class EncoderPass:
-    """One step's work of the encoder on this rank: `forward`, then `backward`, chunk by chunk."""
+    """Encoder work of one step on this rank: `forward`, then `backward`, chunk by chunk."""
 
     encoder: DecoupledEncoder
     chunks: list[_Chunk]
@@ -142,14 +142,14 @@ class EncoderPass:
 
     @property
     def kept_patches(self) -> int:
-        """Patches of whole items, whose activations are kept from forward to backward pass."""
+        """Patches of items whose activations are kept from the forward to the backward pass."""
         return sum(t * h * w for chunk in self.chunks if chunk.keep for t, h, w in chunk.grids)
 
     def forward(self) -> Tensor:
-        """Encode all chunks; the graph is kept where there is room, else outputs alone (phase 2).
+        """Encode all chunks, keeping graphs where memory allows and else only outputs (phase 2).
 
         Returns:
-            [tokens, hidden]: the embeddings of the shares, one after the other.
+            [tokens, hidden]: embeddings of the shares, concatenated.
         """
         like = {"dtype": self.encoder.dtype, "device": self.encoder.device}
         outputs = [torch.empty(0, self.encoder.config.out_width, **like)]
@@ -165,18 +165,18 @@ class EncoderPass:
     def backward(self, gradients: Tensor) -> None:
         """Backpropagate through each chunk, recomputed unless its graph was kept (phase 6).
 
-        The sum over all ranks begins during the last chunk's; see `GradientSum.finish`.
+        The sum over all ranks starts during the last chunk; see `GradientSum.finish`.
 
         Args:
-            gradients: [tokens, hidden], of the loss with respect to the forward's output.
+            gradients: [tokens, hidden], gradient of the loss with respect to the forward's output.
         """
         start = 0
         for number, chunk in enumerate(self.chunks):
             output = self._encode(chunk) if chunk.output is None else chunk.output
             if self.encoder.check_recompute:
                 self._check(chunk, output)
-            # Ranks that share an item communicate in every layer: the sum starts after that, or
-            # ranks could wait for each other in two groups.
+            # Ranks that share an item communicate in every layer. The sum starts after that, or
+            # ranks could deadlock between two groups.
             last = number == len(self.chunks) - 1 and chunk.parts == 1
             with self.encoder.sums.last() if last else nullcontext():
                 torch.autograd.backward(output, gradients[start : start + chunk.tokens])
@@ -194,7 +194,7 @@ class EncoderPass:
             return sharded.encode(module, chunk.pixels, grid, group)
         if self.encoder.tower_is_trained or not self.encoder.trainable:
             return module(self._packed(chunk), chunk.grids)
-        if chunk.features is None:  # of a frozen tower: smaller than its activations, and final
+        if chunk.features is None:  # a frozen tower's output is final and smaller than activations
             with torch.no_grad():
                 chunk.features = module.vision_tower(self._packed(chunk), chunk.grids)
         return module.mm_projector(chunk.features, [num_tokens(*grid) for grid in chunk.grids])
@@ -212,7 +212,7 @@ class EncoderPass:
 
 
 def hash_of(x: Tensor) -> int:
-    """Return a 64-bit sum of a tensor's bits, each weighed by its place: cheap, not secret."""
+    """Return a 64-bit sum of a tensor's bits weighted by position: cheap, not cryptographic."""
     kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
     bits = x.detach().contiguous().view(kind).flatten().to(torch.int64)
     weights = torch.arange(1, 2 * len(bits) + 1, 2, device=x.device)

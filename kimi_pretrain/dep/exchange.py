@@ -1,7 +1,7 @@
-"""Phases 3 and 5: one uneven all-to-all each way between encoding ranks and first stages.
+"""Phases 3 and 5: one all-to-all in each direction between encoding ranks and first stages.
 
-The bytes sent at a time are bounded: a large exchange goes in rounds, each of some columns of all
-embeddings. Numbers are moved, not computed with, so the rounds change no bit.
+The bytes in flight are bounded: a large exchange runs in rounds, each with some columns of all
+embeddings. The rounds only move numbers, so they do not change results.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ class Exchange:
     """Moves embeddings to the rows they belong to, and their gradients back.
 
     Args:
-        group: of the ranks that share their media.
-        ranks: their global ranks, in the order of the group.
+        group: process group of the ranks that share their media.
+        ranks: global ranks of the group, in its order.
         budget_bytes: most bytes that one rank sends, or receives, in one round.
-        dtype: of the numbers on the way; None for that of the tensors.
+        dtype: dtype in transit; None: that of the tensors.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Exchange:
         self.budget_bytes, self.dtype = budget_bytes, dtype
 
     def hand_over(self, embeddings: Tensor, plan: VisionPlan, rank: int) -> Tensor:
-        """Send each token's embedding to the first-stage rank that holds its place.
+        """Send each token's embedding to the first-stage rank that holds its position.
 
         `rank` is this process's global rank, here and below.
 
@@ -67,13 +67,13 @@ class Exchange:
         return _reordered(arrived, np.argsort(_sending_order(plan, rank)))
 
     def bytes_sent(self, plan: VisionPlan, rank: int, hidden: int, itemsize: int) -> dict[str, int]:
-        """Return what a step sends from this rank to others: "over" and "back", in bytes."""
+        """Return the bytes that this rank sends to others in a step, "over" and "back"."""
         size = hidden * (self.dtype.itemsize if self.dtype else itemsize)
         sent, received = plan.tokens_away()
         return {"over": int(sent[rank]) * size, "back": int(received[rank]) * size}
 
     def _counts(self, sent: Spans, received: Spans) -> tuple[list[int], list[int]]:
-        """Return tokens for each rank of the group, and from each."""
+        """Return the tokens to send to, and to receive from, each rank of the group."""
         to = np.bincount(np.searchsorted(self.ranks, sent.dest), sent.count, len(self.ranks))
         of = np.bincount(
             np.searchsorted(self.ranks, received.source), received.count, len(self.ranks)
@@ -81,9 +81,9 @@ class Exchange:
         return to.astype(np.int64).tolist(), of.astype(np.int64).tolist()
 
     def _rounds(self, rows: Tensor, plan: VisionPlan) -> int:
-        """Return how many rounds keep every rank of the group within the budget.
+        """Return the number of rounds that keeps every rank of the group within the budget.
 
-        All ranks return the same number. A round moves at least one column.
+        All ranks compute the same number. A round moves at least one column.
         """
         busiest = max(
             plan.tokens_sent()[self.ranks].max(), plan.tokens_received()[self.ranks].max()
@@ -111,38 +111,38 @@ class Exchange:
 
 
 def _sending_order(plan: VisionPlan, rank: int) -> Ints:
-    """Return for each token sent its row among what this rank encoded, int64 [tokens]."""
+    """Return the row of each sent token among the tokens that this rank encoded, int64 [tokens]."""
     shares, sent = plan.encoded_by(rank), plan.sent_by(rank)
     sizes = shares.end - shares.begin
     row = np.full(len(plan.rank), -1)
-    row[shares.item] = np.cumsum(sizes) - sizes - shares.begin  # of the item's token 0
+    row[shares.item] = np.cumsum(sizes) - sizes - shares.begin  # row of the item's token 0
     return runs(row[sent.item] + sent.begin, sent.count)
 
 
 def _reordered(rows: Tensor, order: Ints) -> Tensor:
     if np.array_equal(order, np.arange(len(order))):
-        return rows  # as it is where no item is shared and a row lies on one rank
+        return rows  # the order is the identity if no item is shared and each row is on one rank
     return rows.index_select(0, torch.from_numpy(order).to(rows.device))
 
 
 def scope_group(
     scopes: Sequence[Sequence[int]], timeout_seconds: float
 ) -> dist.ProcessGroup | None:
-    """Return the group of the ranks that share their media with this one.
+    """Return the group of the ranks that share their media with this rank.
 
-    Every rank of the job calls it with the same arguments; see `sharded.blocks` for why.
+    Every rank of the job calls it with the same arguments; `sharded.blocks` explains the reason.
 
     Args:
-        scopes: ranks of each such group, rising; together all ranks.
+        scopes: ranks of each group, in rising order; together they are all ranks.
 
     Returns:
-        None, which means everyone, where there is a single scope.
+        None, which stands for all ranks, if there is a single scope.
     """
     if len(scopes) == 1:
         return None
     found = None
     for ranks in scopes:
         group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_seconds))
-        if isinstance(group, dist.ProcessGroup):  # a number where this rank has no part in it
+        if isinstance(group, dist.ProcessGroup):  # a non-member gets a number instead
             found = group
     return found

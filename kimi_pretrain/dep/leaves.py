@@ -1,6 +1,7 @@
-"""Embeddings on the first stage: received tokens become leaf tensors of microbatches, and back.
+"""Attaches received embeddings to microbatches as leaf tensors, and collects their gradients.
 
-One leaf for each microbatch with media: a single one would cost a gradient of full size each time.
+Each microbatch with media has its own leaf. With a single leaf for all, every microbatch would cost
+a gradient of full size.
 """
 
 from collections.abc import Sequence
@@ -21,17 +22,17 @@ def attach_leaves(
     requires_grad: bool = True,
     offload: bool = False,
 ) -> list[Tensor | None]:
-    """Give each microbatch its vision embeddings as a fresh leaf.
+    """Attach its vision embeddings to each microbatch as a fresh leaf.
 
     Args:
         embeddings: received by this first-stage rank, in the order of the spans, [tokens, hidden].
-        received: where each token belongs.
-        requires_grad: False where no part of the encoder is trained.
+        received: destination of each token.
+        requires_grad: False if no part of the encoder is trained.
         offload: keep leaves and their gradients in host memory until their microbatch runs.
 
     Returns:
-        for each microbatch the rows of `embeddings` in its leaf, int64, or None without media;
-        with them `leaf_gradients` puts gradients back in received order.
+        for each microbatch the rows of `embeddings` in its leaf, int64, or None without media.
+        `leaf_gradients` uses them to restore the received order.
     """
     microbatch = np.repeat(received.microbatch, received.count)
     place = runs(received.position, received.count)
@@ -57,8 +58,8 @@ def leaf_gradients(
     """Return the gradients of the received embeddings, in received order; frees the leaves.
 
     Args:
-        taken: from `attach_leaves`; empty off the first stage.
-        zeros: of the shape, type and device of the received embeddings; filled and returned.
+        taken: result of `attach_leaves`; empty outside the first stage.
+        zeros: tensor like the received embeddings; filled and returned.
     """
     for microbatch, source in zip(microbatches, taken):
         if source is not None:
@@ -70,7 +71,7 @@ def leaf_gradients(
 
 
 def _to_host(leaf: Tensor) -> Tensor:
-    """Copy to pinned host memory, from where the way back can overlap with computing."""
+    """Copy to pinned host memory, so that the copy back can overlap with computation."""
     pin = leaf.device.type == "cuda"
     host = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu", pin_memory=pin)
     return host.copy_(leaf)

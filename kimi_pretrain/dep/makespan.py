@@ -1,17 +1,19 @@
-"""Spread work over ranks so that the slowest is as fast as can be, wherever the work is needed.
+"""Spreads work over ranks so that the slowest rank is as fast as possible, ignoring locality.
 
-Three ways, each starting from what ranks have to do anyway (`base`, their shares of split items):
+There are three algorithms. Each starts from the fixed work of the ranks (`base`, their shares of
+split items):
 
-    lpt        longest processing time: most costly first, to the least loaded rank (Graham, 1969;
+    lpt        longest processing time: most expensive first, to the least-loaded rank (Graham,
+    1969;
                `kimi_pretrain.parallel.balance`)
-    tightest   most costly first, each to the fullest rank with room under a capacity; the least
-               capacity is searched (as in MULTIFIT: Coffman, Garey and Johnson, 1978); better
-               than LPT where a rank has few large items
+    tightest   most expensive first, each to the fullest rank with room under a capacity; searches
+               the smallest capacity (as in MULTIFIT: Coffman, Garey and Johnson, 1978); better than
+               LPT if a rank has few large items
     swaps      local search: a move or an exchange between a slow rank and a fast one
 
-Work is counted in integers, seconds times a power of two: sums are exact, so no choice depends on
-the order of a sum or on the machine that adds. A load and its rank are one integer, load first:
-ties go to the lower rank and a heap of them needs no tuples, which is most of the speed.
+Work is an integer, seconds times a power of two. Sums are exact, so no choice depends on the order
+of a sum or on the machine. A load and its rank form one integer with the load in the high bits:
+ties go to the lower rank, and heaps need no tuples, which accounts for most of the speed.
 """
 
 from bisect import bisect_right, insort
@@ -25,45 +27,45 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 WORD = 62  # bits of a load and its rank together
-FEW = 8_192  # items up to which a result is worked on until 2**-10 above the bound, 0.1%;
-GOOD, GOOD_OF_FEW = 7, 10  # with more items, where work takes longer, until 2**-7, 0.8%
-PIGEONS = 16  # items on one rank up to which the pigeonhole bound looks
-SMALL = 4  # what is below a capacity's 2**-4 part is not packed tightly: it fits anywhere
-PACKED = 32_768  # items to pack in all while a capacity is searched: large steps must be fast
-PACKINGS = 10  # at most
-SWAPPED = 98_304  # items to look at in all while ranks are exchanging
-ROUNDS = 24  # of that, at most
-FINE = 32  # items per rank that exchange: where there are more, the smallest, which fit best
-SHIFTS = 8  # pairings that are tried without success
+FEW = 8_192  # items up to which a result is improved until 2**-10 (0.1%) above the bound;
+GOOD, GOOD_OF_FEW = 7, 10  # with more items, which take longer, until 2**-7 (0.8%)
+PIGEONS = 16  # largest number of items per rank in the pigeonhole bound
+SMALL = 4  # work below 2**-4 of a capacity is not packed tightly, because it fits anywhere
+PACKED = 32_768  # items to pack in total during the search for a capacity; bounds the planning time
+PACKINGS = 10  # most packings
+SWAPPED = 98_304  # items to examine in total while ranks exchange work
+ROUNDS = 24  # most rounds of exchanges
+FINE = 32  # items per rank that may be exchanged; if there are more, the smallest, which fit best
+SHIFTS = 8  # unsuccessful pairings before the search ends
 
 
 def in_units(seconds: Floats, copies: Ints, num_ranks: int) -> tuple[Ints, int]:
-    """Return work in integers, and the power of two that a second was multiplied by.
+    """Return work in integers, and the power of two by which seconds were scaled.
 
     Args:
         seconds: work of each item on each rank that shares it.
-        copies: how many ranks share it.
-        num_ranks: among which it will be divided.
+        copies: number of ranks that share it.
+        num_ranks: number of ranks that the work will be divided among.
     """
     if not len(seconds):
         return np.zeros(0, dtype=np.int64), 0
-    most = float(seconds.max()) * int(copies.sum())  # not a sum of floats: that has an order
+    most = float(seconds.max()) * int(copies.sum())  # a float sum would depend on its order
     power = WORD - 1 - index_bits(num_ranks) - int(np.frexp(most)[1])
     return np.rint(np.ldexp(seconds, power)).astype(np.int64), power
 
 
 def summed(work: Ints, ranks: Ints, base: Ints) -> Ints:
-    """Return what each rank has to do, int64 [ranks]."""
+    """Return the load of each rank, int64 [ranks]."""
     loads = base.copy()
     np.add.at(loads, ranks, work)
     return loads
 
 
 def least_makespan(work: Ints, base: Ints) -> int:
-    """Return what the slowest rank takes at least, whoever does what.
+    """Return a lower bound on the slowest rank's load, for any assignment.
 
-    The mean, the largest item and, by pigeonholes, the k + 1 smallest of the k * ranks + 1 largest
-    items: two of these fall on one rank if k is one, three if it is two.
+    It is the maximum of the mean, the largest item, and pigeonhole bounds: of the k * ranks + 1
+    largest items, k + 1 share a rank (two for k = 1), and take at least the k + 1 smallest of them.
     """
     bound = max(-(-int(work.sum() + base.sum()) // len(base)), int(base.max()))
     if not len(work):
@@ -77,7 +79,7 @@ def least_makespan(work: Ints, base: Ints) -> int:
 
 
 def lpt(work: Ints, base: Ints) -> Ints:
-    """Return the rank of each item: most costly first, to the least loaded rank.
+    """Return the rank of each item: most expensive first, to the least-loaded rank.
 
     Ties go to the earlier item and the lower rank.
     """
@@ -88,13 +90,13 @@ def lpt(work: Ints, base: Ints) -> Ints:
 
 
 def balance(work: Ints, base: Ints) -> tuple[Ints, bool]:
-    """Return the rank of each item, int64 [items], and whether they had to be packed tightly.
+    """Return the rank of each item, int64 [items], and whether large items were packed tightly.
 
     The slowest rank is never slower than under `lpt`, and often faster.
 
     Args:
-        work: of each item, int64 [items].
-        base: what each rank does beside, int64 [ranks].
+        work: work of each item, int64 [items].
+        base: other work of each rank, int64 [ranks].
     """
     bound = least_makespan(work, base)
     good = bound + (bound >> (GOOD_OF_FEW if len(work) <= FEW else GOOD))
@@ -108,10 +110,10 @@ def balance(work: Ints, base: Ints) -> tuple[Ints, bool]:
 
 
 def _tightest(work: Ints, base: Ints, low: int, high: int) -> Ints | None:
-    """Return ranks under the smallest capacity between `low` and `high` at which packing succeeds.
+    """Return ranks under the smallest feasible capacity found between `low` and `high`.
 
     Returns:
-        None if it succeeds at none that is tried.
+        None if no tried capacity improves on `high`.
     """
     found = None
     for _ in range(min(PACKINGS, max(1, PACKED // len(work)))):
@@ -128,16 +130,16 @@ def _tightest(work: Ints, base: Ints, low: int, high: int) -> Ints | None:
 
 
 def _pack(work: Ints, base: Ints, capacity: int) -> Ints | None:
-    """Put the large items, most costly first, each on the fullest rank with room; the rest by LPT.
+    """Pack the large items, most expensive first, each on the fullest rank with room; then use LPT.
 
     Returns:
-        None if a large item finds no room.
+        None if a large item does not fit.
     """
     bits = index_bits(len(base))
     order = np.argsort(-work, kind="stable")
     large = order[work[order] > capacity >> SMALL]
     keys = np.sort((base << bits) | np.arange(len(base))).tolist()
-    top = (capacity + 1 << bits) - 1  # the key of a full rank
+    top = (capacity + 1 << bits) - 1  # largest key of a full rank
     taken: list[int] = []
     for more in (work[large] << bits).tolist():
         place = bisect_right(keys, top - more) - 1
@@ -154,15 +156,15 @@ def _pack(work: Ints, base: Ints, capacity: int) -> Ints | None:
 
 
 def swaps(ranks: Ints, work: Ints, base: Ints, enough: int) -> Ints:
-    """Improve an assignment by moves and exchanges between slow ranks and fast ones.
+    """Improve an assignment by moves and exchanges between slow and fast ranks.
 
-    Slowest and fastest make a pair, the next two another, and so on; all pairs are improved at
-    once. Where the slowest rank stays as it is, the next rounds shift the pairing.
+    The slowest and the fastest rank form a pair, the next two another, and so on; all pairs improve
+    at once. If this does not help the slowest rank, the next rounds shift the pairing.
 
     Args:
-        ranks: of each item, int64 [items].
+        ranks: rank of each item, int64 [items].
         work, base: as in `balance`.
-        enough: stop once the slowest rank takes no more.
+        enough: target for the slowest load; the search stops there.
 
     Returns:
         Ranks under which the slowest is as fast as before, or faster.
@@ -189,11 +191,11 @@ def swaps(ranks: Ints, work: Ints, base: Ints, enough: int) -> Ints:
 
 
 def _exchange(ranks: Ints, work: Ints, loads: Ints, slow: Ints, fast: Ints) -> Ints:
-    """Return ranks after the one best move or exchange of each pair of ranks, if one helps.
+    """Return ranks after the best helpful move or exchange of each pair of ranks.
 
-    Of a slow rank's item x and a fast one's y, best is x - y = half of what their loads differ by:
-    for every x the two y next to that are looked up among the fast rank's sorted items, with
-    nothing (a move) among them.
+    For an item x of the slow rank and y of the fast one, the ideal x - y is half the difference of
+    their loads. For each x, binary search finds the two closest y among the fast rank's sorted
+    items; a zero entry stands for a move without exchange.
     """
     width, nothing = WORD - index_bits(len(loads)), np.full(len(fast), -1, dtype=np.int64)
     give, of = _of_chosen(ranks, slow, len(loads))
@@ -210,7 +212,7 @@ def _exchange(ranks: Ints, work: Ints, loads: Ints, slow: Ints, fast: Ints) -> I
     after = np.maximum(loads[slow][of] - shed, loads[fast][of] + shed)
     helps = np.flatnonzero((keys[at] >> width == of) & (after < loads[slow][of]))
     best = helps[np.lexsort((after[helps], of[helps]))]
-    best = best[np.flatnonzero(np.diff(of[best], prepend=-1))]  # the first of each pair of ranks
+    best = best[np.flatnonzero(np.diff(of[best], prepend=-1))]  # the best of each pair of ranks
 
     ranks, back = ranks.copy(), take[at[best]]
     ranks[give[best]] = fast[of[best]]
@@ -219,7 +221,7 @@ def _exchange(ranks: Ints, work: Ints, loads: Ints, slow: Ints, fast: Ints) -> I
 
 
 def _of_chosen(ranks: Ints, chosen: Ints, num_ranks: int) -> tuple[Ints, Ints]:
-    """Return the items of chosen ranks, and for each the place of its rank among the chosen."""
+    """Return the items of the chosen ranks, with the index of each item's rank among the chosen."""
     place = np.full(num_ranks, -1, dtype=np.int64)
     place[chosen] = np.arange(len(chosen))
     items = np.flatnonzero(place[ranks] >= 0)

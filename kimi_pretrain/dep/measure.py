@@ -1,8 +1,8 @@
-"""Times the encoder on this machine: what `kimi-pretrain plan --calibrate` fits its model to.
+"""Times the encoder on this machine, as input for `kimi-pretrain plan --calibrate`.
 
-Single items of many sizes show how cost grows with patches; packs of many small ones show what an
-item costs by itself, which a pack of one hides behind the cost of starting a pack. The work of a
-step is a forward without graph, then the forward again with graph and its backward.
+Single items of many sizes show how the cost grows with patches. Packs of many small items show the
+cost per item, which is hidden in a pack of one by the cost of starting a pack. The work of a step
+is a forward pass without graph, then a forward pass with graph and its backward pass.
 """
 
 import time
@@ -21,24 +21,24 @@ from moonvit3d import rows
 from moonvit3d.config import MoonViTConfig
 from moonvit3d.model import VisionEncoder, initialise
 
-SMALLEST = 4  # patches: one token
+SMALLEST = 4  # patches of one token
 PACKED_SIZES = (4, 16, 64, 256, 1024)  # patches of the items of a pack
-PACKED_ITEMS = (32, 512)  # so many of them, as far as the chunk allows
-FRAMES = 4  # of a video chunk
+PACKED_ITEMS = (32, 512)  # items per pack, as far as the chunk budget allows
+FRAMES = 4  # frames of a video chunk
 REPEATS = 5
 
-# (forward, total) seconds of one run of a pack.
+# Runs a pack once and returns its (forward, total) seconds.
 Run = Callable[[Pack], tuple[float, float]]
 Progress = Callable[[float, str], None]
 Result = TypeVar("Result")
 
 
 def packs_of(image: int, frame: int, side: int, budget: int) -> list[Pack]:
-    """Return what is measured: single images, video chunks of 4 frames, and packs of small images.
+    """Return the packs to measure: single images, video chunks of 4 frames, packs of small images.
 
     Args:
-        image, frame, side: most patches of an image, of a video frame, and on a side.
-        budget: most patches of a pack; also of an item.
+        image, frame, side: most patches of an image, of a video frame, and along a side.
+        budget: most patches of a pack or an item.
     """
     image = max(SMALLEST, min(image, budget))
     singles = [_images(1, size, side) for size in _doubling(SMALLEST, image)]
@@ -58,7 +58,7 @@ def packs_of(image: int, frame: int, side: int, budget: int) -> list[Pack]:
 
 
 def _doubling(smallest: int, largest: int) -> list[int]:
-    """Return smallest, twice that, ... and the largest itself."""
+    """Return `smallest` and its doublings below `largest`, then `largest`."""
     sizes = [smallest]
     while sizes[-1] * 2 < largest:
         sizes.append(sizes[-1] * 2)
@@ -70,20 +70,20 @@ def _images(count: int, patches: int, side: int) -> Pack:
 
 
 def _grid(frames: int, patches: int, side: int) -> Grid:
-    """Return even sides as near a square as they come, with at most `patches` a frame."""
+    """Return a nearly square grid with even sides and at most `patches` patches per frame."""
     height = min(side, max(2, 2 * int(patches**0.5 / 2)))
     return frames, height, min(side, max(2, 2 * (patches // height // 2)))
 
 
 @dataclass
 class Measured:
-    """What was timed, and what was not.
+    """Results of a measurement.
 
     Attributes:
-        timings: by rising cost.
-        left_out: packs that were not measured, and why.
+        timings: in order of rising cost.
+        left_out: packs that were not measured, with reasons.
         repeats: timed runs behind each median.
-        seconds: spent on all of it, but for building the encoder and its very first run.
+        seconds: total time, except for building the encoder and its very first run.
     """
 
     timings: list[Timing] = field(default_factory=list)
@@ -101,17 +101,17 @@ def measure(
     progress: Progress = lambda share, what: None,
     filled: Callable[[int], int] = lambda patches: 0,
 ) -> Measured:
-    """Time packs within a bound on seconds, from cheap to costly, each after a warm-up.
+    """Time packs within a time limit, from cheap to expensive, each after a warm-up.
 
-    A pack is tried only if its warm-up and one timed run of everything still fit, by the time of
-    the pack before and the ratio of their FLOPs. Repeats go round all packs, so that a machine
-    that becomes slower for a while does so for all of them.
+    A pack is tried only if its warm-up and one timed run of all packs still fit, estimated from the
+    previous pack and the ratio of FLOPs. Each repeat visits all packs, so that a temporary slowdown
+    of the machine affects all of them.
 
     Args:
         run: runs a pack once and returns its seconds, (forward, total).
-        config: sizes of the encoder, for the order and the guesses.
-        progress: called with the share done and what is being timed.
-        filled: patches of a pack -> empty ones that the encoder adds to it.
+        config: sizes of the encoder, for the order and the estimates.
+        progress: called with the fraction done and the current activity.
+        filled: returns the empty patches that the encoder adds to a pack of that many patches.
 
     Returns:
         medians over `repeats` runs, or over fewer if time was short.
@@ -140,7 +140,7 @@ def measure(
 
 
 def _by_cost(packs: Sequence[Pack], config: MoonViTConfig) -> list[tuple[float, Pack]]:
-    """Return (FLOPs, pack) by rising FLOPs."""
+    """Return (FLOPs, pack) in order of rising FLOPs."""
     flops = CostModel.from_flops(config, 1.0)
     costs = [(float(flops.seconds(pack.sizes).sum()), pack) for pack in packs]
     return sorted(costs, key=lambda pair: pair[0])
@@ -153,10 +153,10 @@ def _warm_up(
     found: Measured,
     progress: Progress,
 ) -> dict[Pack, float]:
-    """Run each pack that fits once; returns its seconds and adds to `found`."""
+    """Run each pack that fits once; return its seconds and add to `found`."""
     warm: dict[Pack, float] = {}
     if costs:
-        run(costs[0][1])  # the very first run of all starts the libraries: not counted
+        run(costs[0][1])  # the very first run initialises libraries and is not counted
     last = (0.0, 0.0)
     for number, (work, pack) in enumerate(costs):
         progress(number / len(costs) / (1 + REPEATS), f"warming up {pack.name}")
@@ -178,8 +178,8 @@ class EncoderRun:
     """Runs packs through an encoder as a training step does; a `Run`.
 
     Args:
-        frozen: parts that are not trained, "vision_tower" and "projector". A frozen tower is not
-            run again for the backward pass; with both frozen a step is one forward.
+        frozen: parts that are not trained, "vision_tower" and "projector". A frozen tower does not
+            run again for the backward pass; if both are frozen, a step is one forward pass.
     """
 
     def __init__(
@@ -212,11 +212,11 @@ class EncoderRun:
         return forward, forward + again
 
     def filled(self, patches: int) -> int:
-        """Return how many empty patches are added to a pack of `patches`."""
+        """Return the number of empty patches that the encoder adds to a pack of `patches`."""
         return rows.padding(patches, self.device)
 
     def _forward(self, pixels: np.ndarray, grids: list[Grid]) -> Tensor | None:
-        """Encode without a graph; returns the features of a tower that is not run again."""
+        """Encode without a graph; return the features if the tower does not run again."""
         with torch.no_grad():
             features = self.encoder.vision_tower(self._on_device(pixels), grids)
             self.encoder.mm_projector(features, [h * w // 4 for _, h, w in grids])
@@ -243,7 +243,7 @@ class EncoderRun:
             torch.cuda.synchronize(self.device)
 
     def _images(self, patches: int) -> np.ndarray:
-        """Return noise: what is in the pictures costs nothing."""
+        """Return noise; the content of the images does not affect the cost."""
         if len(self._pixels) < patches:
             generator = np.random.Generator(np.random.Philox(key=0))
             self._pixels = generator.integers(0, 256, (patches, 3, 14, 14), np.uint8)
@@ -251,5 +251,5 @@ class EncoderRun:
 
 
 def _forget(param: Tensor) -> None:
-    """Free a gradient as soon as it is whole, as training does once it is added up elsewhere."""
+    """Free a gradient once it is complete, as training does after adding it to its buffer."""
     param.grad = None

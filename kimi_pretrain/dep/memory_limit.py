@@ -1,4 +1,4 @@
-"""How much memory a vision plan needs, and which chunks may keep their activations. Pure."""
+"""Computes the memory of a vision plan and the chunks that may keep activations. Pure functions."""
 
 from collections.abc import Sequence
 
@@ -19,14 +19,14 @@ def vision_bytes(
     itemsize: int,
     max_patches_per_chunk: int,
 ) -> NDArray[np.int64]:
-    """Return the most memory that a step's media take on each rank, int64 [ranks], in bytes.
+    """Return an upper bound on the memory of a step's media on each rank, int64 [ranks], in bytes.
 
-    The embeddings that it holds (`VisionPlan.tokens_held`), and the activations of the largest
-    chunk that it may run: a bound, because where chunks are cut depends on the order of items.
+    It counts the embeddings that the rank holds (`VisionPlan.tokens_held`) and the activations of
+    its largest possible chunk. The exact chunks depend on the order of items.
 
     Args:
         grids: patch grids (frames, height, width) of the items, [items, 3].
-        itemsize: bytes of a number.
+        itemsize: bytes per number.
     """
     shares = plan.shares
     part = (shares.end - shares.begin) / np.maximum(1, plan.tokens[shares.item])
@@ -46,10 +46,10 @@ class TooMuchMemory(ValueError):
 
 
 def check_memory(needed: NDArray[np.int64], limit_bytes: int) -> None:
-    """Refuse a plan that does not fit.
+    """Refuse a plan that does not fit into memory.
 
     Raises:
-        TooMuchMemory: they are more than `limit_bytes` on some rank.
+        TooMuchMemory: some rank needs more than `limit_bytes`.
     """
     worst = int(needed.argmax())
     if needed[worst] > limit_bytes:
@@ -61,15 +61,15 @@ def check_memory(needed: NDArray[np.int64], limit_bytes: int) -> None:
 
 
 def cut(shares: Shares, patches: Sequence[int], budget: int) -> list[slice]:
-    """Cut what a rank encodes into chunks: each shared item alone, then whole ones together.
+    """Cut a rank's work into chunks: one per shared item, then several whole items each.
 
     Args:
-        shares: of one rank, shared items first (`VisionPlan.encoded_by`).
-        patches: of the item of each share.
-        budget: most patches of a chunk of whole items.
+        shares: shares of one rank, shared items first (`VisionPlan.encoded_by`).
+        patches: patches of each share's item.
+        budget: most patches in a chunk of whole items.
 
     Returns:
-        Ranges of shares, that follow each other.
+        Consecutive ranges of shares.
     """
     shared = int((shares.parts > 1).sum())
     whole = chunks(patches[shared:], budget)
@@ -81,13 +81,13 @@ def cut(shares: Shares, patches: Sequence[int], budget: int) -> list[slice]:
 def kept_chunks(activations: Sequence[int], room: int, first: int = 0) -> list[bool]:
     """Return which chunks keep their activations from the forward to the backward pass.
 
-    One after the other is kept, as long as it fits beside those that are and the largest of the
-    others, which will be computed again while all of these are there.
+    A chunk is kept if it fits next to the chunks already kept and the largest chunk that is
+    recomputed, because the recompute happens while the kept ones are in memory.
 
     Args:
         activations: bytes of each chunk.
-        room: bytes for all that is there at one time.
-        first: that may be kept; the chunks before it are always computed again.
+        room: bytes available at any time.
+        first: index of the first chunk that may be kept; earlier ones are always recomputed.
     """
     kept = [False] * len(activations)
     while (found := _fits(activations, kept, room, first)) is not None:
@@ -96,7 +96,7 @@ def kept_chunks(activations: Sequence[int], room: int, first: int = 0) -> list[b
 
 
 def _fits(activations: Sequence[int], kept: Sequence[bool], room: int, first: int) -> int | None:
-    """Return the first chunk, from `first` on, that can be kept beside those that are."""
+    """Return the first chunk, from `first` on, that fits next to the chunks already kept."""
     held = sum(size for size, keep in zip(activations, kept, strict=True) if keep)
     for number, size in enumerate(activations[first:], first):
         others = (s for n, s in enumerate(activations) if not kept[n] and n != number)

@@ -1,8 +1,8 @@
-"""Keep items near the ranks that need them, with no rank slower than a limit.
+"""Keeps items near the ranks that need them, with no rank slower than a limit.
 
-`stay` begins with every item at home and sends away what is too much: it travels least, and mostly
-comes out under the limit. Two others take an assignment and leave the loads as they are: `rename`
-says which rank does which rank's work, `trade` lets items that take equally long change places.
+`stay` starts with every item at home and moves the excess away. It causes the least traffic and
+usually meets the limit. Two other functions take an assignment and preserve its loads: `rename`
+permutes the work among ranks, and `trade` lets items of equal work exchange ranks.
 
 Work and keys are integers as in `makespan`.
 """
@@ -15,28 +15,29 @@ import numpy as np
 from kimi_pretrain.dep.makespan import Ints, summed
 from kimi_pretrain.parallel.balance import index_bits
 
-NUMBERS = 24  # bits for how many items are of one kind
+NUMBERS = 24  # bits for counting items of one kind
 
-Heaps = Sequence[list[int]]  # of a rank: those of its groups, from near to far
+Heaps = Sequence[list[int]]  # heaps of a rank's groups, from near to far
 
 
 def stay(work: Ints, home: Ints, base: Ints, limit: int, levels: Sequence[Ints]) -> Ints:
-    """Return the rank of each item, int64 [items]: home, or as near as the limit lets it be.
+    """Return the rank of each item, int64 [items]: home, or as near as the limit allows.
 
-    Most costly first, an item of a home that has too much goes to the nearest group with a rank
-    that would have room if everything stayed at home, and there to the least loaded; large items
-    carry away much time with few tokens. One that can neither stay nor find such a rank goes
-    where room is so far: that rank's own smaller items will leave in their turn.
+    Items are visited from most to least expensive, because large items move much time with few
+    tokens. If an item's home exceeds the limit, the item moves to the nearest group with a rank
+    that would have room if everything stayed at home, and there to the least-loaded rank. If there
+    is no such rank and the item does not fit at home, it moves to a rank that has room so far;
+    smaller items of that rank will leave later.
 
     Args:
-        work: of each item, int64 [items].
-        home: rank that needs it, int64 [items].
-        base: what each rank does beside, int64 [ranks].
-        limit: what the slowest rank should take at most; a few ranks may end up above it.
-        levels: group of each rank, int64 [ranks] each, from near to far, the last of everyone.
+        work: work of each item, int64 [items].
+        home: rank that needs each item, int64 [items].
+        base: other work of each rank, int64 [ranks].
+        limit: target for the slowest load; a few ranks may exceed it.
+        levels: group of each rank, int64 [ranks] each, from near to far; the last is one group.
     """
     bits = index_bits(len(base))
-    expected = summed(work, home, base)  # with the items that are still to come
+    expected = summed(work, home, base)  # includes items that are still to be visited
     order = np.argsort(-work, kind="stable")
     future, spare = _heaps(expected, bits, levels), None
     later, now = expected.tolist(), base.tolist()
@@ -49,7 +50,7 @@ def stay(work: Ints, home: Ints, base: Ints, limit: int, levels: Sequence[Ints])
         if too_much > 0 and (full or more <= too_much):
             to = _roomy(future[at], later, limit - more, bits)
             if to < 0 and full:
-                spare = spare or _heaps(base, bits, levels)  # entries may be behind, see `_roomy`
+                spare = spare or _heaps(base, bits, levels)  # entries may be outdated, see `_roomy`
                 to = _roomy(spare[at], now, limit - more, bits)
             to = at if to < 0 else to
         if to != at:
@@ -57,7 +58,7 @@ def stay(work: Ints, home: Ints, base: Ints, limit: int, levels: Sequence[Ints])
             target.append(to)
             later[to] += more
             later[at] -= more
-            if later[at] < limit:  # it has room again; its old entries are too large to be seen
+            if later[at] < limit:  # it has room again, and its old entries are too large to show it
                 for heap in future[at]:
                     heappush(heap, later[at] << bits | at)
         now[to] += more
@@ -67,7 +68,7 @@ def stay(work: Ints, home: Ints, base: Ints, limit: int, levels: Sequence[Ints])
 
 
 def _heaps(loads: Ints, bits: int, levels: Sequence[Ints]) -> list[Heaps]:
-    """Return, for each rank, the heaps of its groups; ranks of one group share the list."""
+    """Return the heaps of each rank's groups; the ranks of a group share the list."""
     keys = (loads << bits) | np.arange(len(loads))
     of_level: list[list[list[int]]] = []
     for level in levels:
@@ -80,9 +81,9 @@ def _heaps(loads: Ints, bits: int, levels: Sequence[Ints]) -> list[Heaps]:
 
 
 def _roomy(heaps: Heaps, loads: list[int], room: int, bits: int) -> int:
-    """Return the least loaded rank of the nearest group, if its load is at most `room`, or -1.
+    """Return the least-loaded rank of the nearest group whose load is at most `room`, or -1.
 
-    An entry that a rank's load has outgrown is corrected when it comes to the top.
+    Entries are outdated once a load grows; they are corrected when they reach the top.
     """
     mask = (1 << bits) - 1
     for heap in heaps:
@@ -96,16 +97,16 @@ def _roomy(heaps: Heaps, loads: list[int], room: int, bits: int) -> int:
 
 
 def rename(slots: Ints, weight: Ints, home: Ints, free: Ints, levels: Sequence[Ints]) -> Ints:
-    """Return where each item goes once slots have changed places to be near what needs them.
+    """Return the slot of each item after slots are permuted to be near the ranks that need them.
 
-    A slot is a rank, or a block of ranks that share items. The heaviest bond between a slot's items
-    and a place is served first: places of the items' homes, then of their groups from near to far.
+    A slot is a rank, or a block of ranks that share items. The strongest demand of a slot's items
+    is served first: for the homes of the items, then for their groups from near to far.
 
     Args:
         slots: slot of each item, int64 [items].
-        weight: how much it matters that the item stays near, int64 [items].
-        home: slot that needs the item, or -1 if none does, int64 [items].
-        free: slots that may change places, all with the same work beside these items, rising.
+        weight: importance of keeping the item near, int64 [items].
+        home: slot that needs the item, or -1 for none, int64 [items].
+        free: slots that may be permuted, all with the same other work, in rising order.
         levels: group of each slot, int64 [slots] each, from near to far.
     """
     if not len(slots) or not len(free):
@@ -126,14 +127,14 @@ def rename(slots: Ints, weight: Ints, home: Ints, free: Ints, levels: Sequence[I
 
 
 def _serve(slots: Ints, weight: Ints, group: Ints, level: Ints, place: Ints, empty: Ints) -> None:
-    """Give slots places in the groups that they are bound to; writes `place` and `empty`."""
+    """Assign slots to positions in the groups that their items need; updates `place`, `empty`."""
     groups = int(level.max()) + 1
     bonds, of = np.unique(slots * groups + group, return_inverse=True)
     strength = np.zeros(len(bonds), dtype=np.int64)
     np.add.at(strength, of, weight)
     vacant: list[list[int]] = [[] for _ in range(groups)]
     for at in np.flatnonzero(empty)[::-1].tolist():
-        vacant[level[at]].append(at)  # the lowest is taken first
+        vacant[level[at]].append(at)  # `pop` takes the lowest first
     placed = (place >= 0).tolist()
     for bond in bonds[np.argsort(-strength, kind="stable")].tolist():
         slot, wanted = divmod(bond, groups)
@@ -144,13 +145,13 @@ def _serve(slots: Ints, weight: Ints, group: Ints, level: Ints, place: Ints, emp
 
 
 def trade(ranks: Ints, work: Ints, home: Ints, levels: Sequence[Ints]) -> Ints:
-    """Return ranks after items of the same work have changed places to be near their homes.
+    """Return ranks after items of equal work have exchanged ranks to be near their homes.
 
-    Places of one kind of item go to the items at home there, then to those whose home is in the
-    group of the place, from near to far; every rank keeps as many items of each kind as it had.
+    For each kind of item, a rank's positions go first to items whose home it is, then to items
+    whose home is in its group, from near to far. Every rank keeps its number of items of each kind.
 
     Args:
-        ranks, work, home: of each item, int64 [items].
+        ranks, work, home: rank, work and home of each item, int64 [items].
         levels: as for `stay`.
     """
     _, kind = np.unique(work, return_inverse=True)
@@ -167,7 +168,7 @@ def trade(ranks: Ints, work: Ints, home: Ints, levels: Sequence[Ints]) -> Ints:
 
 
 def _numbered(values: Ints) -> Ints:
-    """Return values made distinct: each with how often it occurred before in its lowest bits."""
+    """Return distinct values: the low bits count the earlier occurrences of each value."""
     order = np.argsort(values, kind="stable")
     first = np.searchsorted(values[order], values[order])
     numbered = np.empty(len(values), dtype=np.int64)

@@ -1,11 +1,11 @@
-"""What passes of a pipeline, gradient sums and the update cost each stage of a replica. Pure.
+"""Estimates the costs of pipeline passes, gradient sums and updates per stage of a replica. Pure.
 
-Passes take what `dep.pass_cost` says, as `plan --calibrate` measured it. Without it their matrix
-products are counted, two operations per multiply-add, of the experts that a token uses. Attention
-is counted over the whole row, causal: rows of short documents cost less, with and without media
-alike. A frozen language model has no gradients of weights: of its products one of two is left of
-the backward pass, attention is as it is, and every stage runs it, since what is trained lies before
-the first. The update takes what `dep.update_cost` says.
+`dep.pass_cost`, measured by `plan --calibrate`, gives the seconds of passes. Without it, the FLOPs
+of matrix products are counted, two per multiply-add, for the experts that a token uses. Attention
+is counted as causal over the whole row; rows of short documents cost less, with or without media. A
+frozen language model has no weight gradients: its backward pass has only one of the two products,
+attention is unchanged, and every stage runs it, because the trained parts precede the first stage.
+`dep.update_cost` gives the seconds of the update.
 """
 
 import numpy as np
@@ -16,11 +16,11 @@ from kimi_pretrain.weights.model_config import LanguageConfig
 
 Floats = NDArray[np.float64]
 
-BACKWARD = 2.0  # backward passes cost so many forwards
+BACKWARD = 2.0  # cost of a backward pass in forward passes
 
 
 def active_parameters(model: LanguageConfig) -> tuple[int, int, int]:
-    """Return the weights that one token meets in (a dense layer, an expert layer, the head)."""
+    """Return the weights that a token passes in (a dense layer, an expert layer, the head)."""
     hidden, heads = model.hidden_size, model.num_heads
     query = model.qk_nope_dim + model.qk_rope_dim
     rank = model.q_lora_rank
@@ -41,37 +41,37 @@ def _per_key(model: LanguageConfig) -> int:
 
 
 def chunk_flops(config: Config) -> Floats:
-    """Return the forward operations of each virtual stage for one microbatch, float64 [stages]."""
+    """Return the forward FLOPs of each virtual stage for one microbatch, float64 [stages]."""
     products, attention = _operations(config)
     return products + attention
 
 
 def _operations(config: Config) -> tuple[Floats, Floats]:
-    """Return the forward operations in products with weights, and in attention, [stages] each."""
+    """Return the forward FLOPs of weight products and of attention, [stages] each."""
     model, rows = config.model.language, config.train.rows_per_microbatch
     dense, moe, head = active_parameters(model)
     tokens, parts = config.data.seq_len, chunk_parts(config)
-    attention = tokens * tokens * _per_key(model)  # two operations, half of the pairs
+    attention = tokens * tokens * _per_key(model)  # two FLOPs for half of the pairs
     layers = parts[:, 1] + parts[:, 2]
     return rows * 2.0 * tokens * (parts @ [0, dense, moe, head]), rows * layers * attention
 
 
 def products_backward(config: Config) -> float:
-    """Return how many forwards the backward pass of a product with weights costs."""
+    """Return the cost of the backward pass of a weight product, in forward passes."""
     return BACKWARD - 1 if "language_model" in config.train.frozen else BACKWARD
 
 
 def pass_seconds(config: Config) -> tuple[Floats, Floats]:
-    """Return what forward and backward passes of a rank take, float64 [virtual stages] each.
+    """Return the seconds of a rank's forward and backward passes, float64 [virtual stages] each.
 
-    As measured (`dep.pass_cost`), or counted operations at `dep.flops_per_second`; divided among
-    the ranks of a stage. What settings of memory cost is not in it: work in bubbles is planned with
-    it, and who encodes what must not depend on them.
+    They are measured (`dep.pass_cost`), or FLOPs at `dep.flops_per_second`, divided among the ranks
+    of a stage. The costs of memory settings are excluded, because the planner of work in bubbles
+    uses the result, and the assignment of items must not depend on those settings.
     """
     ranks = config.layout.cp * config.layout.tp
     if config.dep.pass_cost is not None:
         cost, parts = config.dep.pass_cost, chunk_parts(config) / ranks
-        if cost.rows is not None:  # of another microbatch, perhaps
+        if cost.rows is not None:  # may have been measured with another microbatch size
             parts = parts * (config.train.rows_per_microbatch / cost.rows)
         forward = [cost.embedding_forward, cost.dense_forward, cost.expert_forward]
         backward = [cost.embedding_backward, cost.dense_backward, cost.expert_backward]
@@ -83,9 +83,9 @@ def pass_seconds(config: Config) -> tuple[Floats, Floats]:
 
 
 def operation_seconds(config: Config) -> float:
-    """Return the seconds of an operation of a layer's forward pass, done by one rank alone.
+    """Return the seconds per FLOP of a layer's forward pass on a single rank.
 
-    Of measured passes those of a layer with experts count, or of a dense one where there is none.
+    With measured passes, it refers to a layer with experts, or to a dense layer if there are none.
     """
     if config.dep.pass_cost is None:
         return 1.0 / config.dep.flops_per_second
@@ -98,9 +98,9 @@ def operation_seconds(config: Config) -> float:
 
 
 def routed_seconds(config: Config) -> tuple[Floats, Floats]:
-    """Return what of `pass_seconds` the routed experts take, by their share of the operations.
+    """Return the part of `pass_seconds` that routed experts take, by their share of the FLOPs.
 
-    It goes by the tokens that come to a rank's experts, on the mean as many as it has.
+    It scales with the tokens that reach a rank's experts; their mean equals the rank's own tokens.
     """
     model, tokens = config.model.language, config.data.seq_len
     _, active, _ = active_parameters(model)
@@ -118,7 +118,7 @@ def routed_seconds(config: Config) -> tuple[Floats, Floats]:
 
 
 def up_projections(model: LanguageConfig) -> tuple[int, int]:
-    """Return the weights of the up-projections of queries, and of keys and values."""
+    """Return the number of weights in the up-projections of queries, and of keys and values."""
     query = model.num_heads * (model.qk_nope_dim + model.qk_rope_dim)
     inner = model.hidden_size if model.q_lora_rank is None else model.q_lora_rank
     keys = model.kv_lora_rank * model.num_heads * (model.qk_nope_dim + model.v_dim)
@@ -126,7 +126,7 @@ def up_projections(model: LanguageConfig) -> tuple[int, int]:
 
 
 def chunk_parts(config: Config) -> Floats:
-    """Return what each virtual stage holds of (embeddings, dense layers, expert layers, heads).
+    """Return each virtual stage's number of (embeddings, dense layers, expert layers, heads).
 
     Returns:
         float64 [virtual stages, 4].
@@ -142,24 +142,24 @@ def chunk_parts(config: Config) -> Floats:
 
 
 def stage_parts(config: Config) -> Floats:
-    """Return the same of each stage, all its chunks together, float64 [stages, 4]."""
+    """Return the same counts per stage, summed over its virtual stages, float64 [stages, 4]."""
     chunks = chunk_parts(config)
     return chunks.reshape(-1, config.layout.pp, chunks.shape[1]).sum(axis=0)
 
 
 def sharing_ranks(config: Config) -> tuple[int, int]:
-    """Return how many ranks have a copy of (a dense tensor, an expert) of a stage."""
+    """Return the number of ranks with a copy of (a dense tensor, an expert) of a stage."""
     layout = config.layout
     ranks = layout.dp * layout.cp * layout.tp
     return ranks, ranks // layout.ep
 
 
 def stage_parameters(config: Config) -> tuple[Floats, Floats]:
-    """Return the language model's parameters on a rank of each stage, norms left out.
+    """Return the language model's parameters on a rank of each stage, excluding norms.
 
     Returns:
-        those that all ranks of the stage have, and those of the rank's experts, float64 [stages]
-        each.
+        parameters that all ranks of the stage have, and those of the rank's experts, float64
+        [stages] each.
     """
     model = config.model.language
     dense, active, head = active_parameters(model)
@@ -172,9 +172,9 @@ def stage_parameters(config: Config) -> tuple[Floats, Floats]:
 def update_seconds(config: Config) -> float:
     """Return the seconds of the update on the busiest rank; 0 without `dep.update_cost`.
 
-    The ranks of a stage share the tensors that they have copies of, evenly; those of the encoder
-    go to the ranks that have the least to do, as `optim.owners` has it. With `optim.shard_state`
-    off each rank updates all it holds.
+    The ranks of a stage share the tensors that they replicate evenly. The encoder's tensors go to
+    the ranks with the least work, as in `optim.owners`. Without `optim.shard_state`, each rank
+    updates everything it holds.
     """
     cost, layout = config.dep.update_cost, config.layout
     if cost is None:
@@ -188,7 +188,7 @@ def update_seconds(config: Config) -> float:
         return float((shared + experts).max()) + cost.encoder
     dense_ranks, expert_ranks = sharing_ranks(config)
     loads = np.sort(shared / dense_ranks + experts / expert_ranks)
-    # The encoder raises the least busy stages to one level; each has as many ranks.
+    # The encoder levels the loads of the least busy stages; each has the same number of ranks.
     share, counts = cost.encoder / dense_ranks, np.arange(1, len(loads) + 1)
     level = ((np.cumsum(loads) + share) / counts).min()
     return max(float(level), float(loads[-1]))

@@ -1,7 +1,7 @@
-"""Where ranks are, where items go, and what that costs: seconds of each rank, tokens that travel.
+"""Describes the location of ranks and the placement of items, with seconds and traffic per rank.
 
-A placement gives each media item to one rank, or to an aligned block of 2, 4, 8 or 16 ranks that
-share it. Numpy only, no torch: planning and simulation use it without a device.
+A placement assigns each media item to one rank, or to an aligned block of 2, 4, 8 or 16 ranks that
+share it. The module uses only numpy, so planning and simulation need no device.
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ Floats = NDArray[np.float64]
 
 
 class Moved(NamedTuple):
-    """Tokens of a step by how far their embeddings travel, from encoder to the rank in need.
+    """Tokens of a step by the distance between the encoding rank and the rank that needs them.
 
     Attributes:
         stay: encoded by the rank that needs them.
-        inside_node: by another rank of its node.
-        across_nodes: by a rank of another node.
+        inside_node: encoded by another rank of its node.
+        across_nodes: encoded by a rank of another node.
     """
 
     stay: int
@@ -30,11 +30,11 @@ class Moved(NamedTuple):
 
 @dataclass(frozen=True)
 class Places:
-    """Where each rank is. Near is: the rank itself, then its replica, then its node.
+    """Location of each rank. From near to far: the rank itself, its replica, its node.
 
     Attributes:
-        replica: which replica of the model a rank belongs to, int64 [ranks].
-        node: which machine it is on, int64 [ranks].
+        replica: replica of each rank, int64 [ranks].
+        node: node of each rank, int64 [ranks].
     """
 
     replica: Ints
@@ -49,29 +49,29 @@ class Places:
 
     @classmethod
     def together(cls, num_ranks: int) -> "Places":
-        """Return the places of ranks that are all in one replica on one node."""
+        """Return places for ranks that are all in one replica on one node."""
         return cls(np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64))
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return len(self.replica)
 
     def blocks(self, parts: int) -> Ints:
         """Return the first ranks of the blocks of `parts` ranks that may share an item, rising.
 
-        A block starts at a multiple of its size, does not stick out at the end, and lies on one
-        node, because its ranks exchange attention heads in every layer.
+        A block starts at a multiple of its size, is complete, and is on one node, because its ranks
+        exchange attention heads in every layer.
         """
         members = self.node[: self.num_ranks // parts * parts].reshape(-1, parts)
         alike = (members == members[:, :1]).all(axis=1)
         return np.flatnonzero(alike).astype(np.int64) * parts
 
     def levels(self) -> list[Ints]:
-        """Return group numbers of the ranks, int64 [ranks] each, from near to far.
+        """Return the group numbers of the ranks, int64 [ranks] each, from near to far.
 
-        Replica on one node, replica, node, everyone; less the levels where every rank is alone
-        or the groups are those of the level before.
+        The levels are replica on one node, replica, node, and all ranks. Levels in which every rank
+        is a group, and levels with the same groups as an earlier one, are omitted.
         """
         _, replica = np.unique(self.replica, return_inverse=True)
         _, node = np.unique(self.node, return_inverse=True)
@@ -88,11 +88,12 @@ class Places:
 
 @dataclass(frozen=True)
 class Placement:
-    """Who encodes each item.
+    """Assignment of each item to the ranks that encode it.
 
     Attributes:
         rank: first rank of the block that encodes item i, int64 [items].
-        parts: ranks that share item i, 1, 2, 4, 8 or 16, int64 [items]; `rank % parts == 0`.
+        parts: number of ranks that share item i, 1, 2, 4, 8 or 16, int64 [items]; `rank % parts`
+            is 0.
     """
 
     rank: Ints
@@ -107,16 +108,16 @@ class Placement:
 
 
 def token_border(tokens: Any, parts: Any, member: Any) -> Any:
-    """Return where a member's range of an item's tokens begins; that of member + 1 is its end.
+    """Return the begin of a member's range of an item's tokens; it is also the previous one's end.
 
-    The one rule by which a shared item is cut: planning, exchange and encoder all follow it. Takes
-    integers or arrays of them.
+    Planning, exchange and encoder all use this rule to cut a shared item. It takes integers or
+    arrays of them.
     """
     return tokens * member // parts
 
 
 def seconds_of_part(costs: Floats, parts: Ints, efficiency: float) -> Floats:
-    """Return the seconds that an item costs each rank that shares it, float64 [items]."""
+    """Return the seconds of an item on each rank that shares it, float64 [items]."""
     return np.where(parts > 1, costs / (parts * efficiency), costs)
 
 
@@ -125,19 +126,19 @@ def loads(placement: Placement, costs: Floats, num_ranks: int, efficiency: float
 
     Args:
         costs: seconds of each item on one rank, float64 [items].
-        efficiency: what the ranks that share an item keep of their speed.
+        efficiency: fraction of their speed that ranks keep when they share an item.
     """
     item, _, rank = placement.members()
     seconds = seconds_of_part(costs, placement.parts, efficiency)
     sums = np.bincount(rank, weights=seconds[item], minlength=num_ranks)
-    return sums.astype(np.float64)  # without items numpy counts in integers
+    return sums.astype(np.float64)  # numpy returns integer counts if there are no items
 
 
 def moved(placement: Placement, tokens: Ints, home: Ints, places: Places) -> Moved:
-    """Return how far the tokens of a placement travel.
+    """Return the tokens of a placement by the distance of their transfer.
 
     Args:
-        tokens: merged tokens of each item, int64 [items]; a split item's are cut evenly.
+        tokens: merged tokens of each item, int64 [items]; those of a split item are cut evenly.
         home: rank that needs each item, int64 [items].
     """
     item, part, rank = placement.members()

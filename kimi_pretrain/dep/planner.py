@@ -1,8 +1,8 @@
-"""Phase 0 for the encoder: from the plan of a step to which rank encodes which medium. Pure.
+"""Vision planner, phase 0: assigns the media items of a step's plan to ranks. Pure.
 
-The rows of a step say which replica needs an item, the layout which of its first-stage ranks, and
-the cost model its price in seconds; `dep.assign` spreads the items over the ranks, and
-`dep.vision_plan` derives who sends which tokens to whom.
+The rows of a step determine the replica that needs an item, the layout determines the first-stage
+rank, and the cost model estimates the item's seconds. `dep.assign` spreads the items over the
+ranks, and `dep.vision_plan` derives the token transfers between ranks.
 """
 
 import threading
@@ -33,16 +33,16 @@ from kimi_pretrain.parallel.sequence import SequenceParts
 
 
 class VisionPlanner:
-    """Plans the vision work of steps; caches the last few, which loader and step both ask for.
+    """Plans the vision work of steps and caches the latest plans, used by both loader and step.
 
-    `training`: steps have backward passes, and so bubbles to work in (`dep.bubbles`).
+    `training`: True if steps have backward passes, and so bubbles for vision work (`dep.bubbles`).
     """
 
     def __init__(self, config: Config, *, training: bool = True):
         self.config = config
         self.ranks = Ranks(config.layout, config.dep.ranks_per_node)
         self.scopes = scopes(config)
-        self.order = np.concatenate(self.scopes)  # all ranks, those of a scope side by side
+        self.order = np.concatenate(self.scopes)  # all ranks, with those of a scope adjacent
         self.costs = CostModel.configured(config)
         layout, rows = config.layout, config.train.rows_per_microbatch
         self.parts = SequenceParts(rows * config.data.seq_len, layout.cp, layout.tp)
@@ -58,7 +58,7 @@ class VisionPlanner:
         """Assign the items of a global batch to ranks.
 
         Raises:
-            TooMuchMemory: a rank's media would take more memory than `dep.memory_limit_gib`.
+            TooMuchMemory: a rank's media would exceed `dep.memory_limit_gib`.
         """
         with self._lock:
             for planned, vision in self._recent:
@@ -73,7 +73,7 @@ class VisionPlanner:
         return vision
 
     def memory(self, plan: GlobalPlan, vision: VisionPlan) -> NDArray[np.int64]:
-        """Return the bytes that the step's media take on each rank, int64 [ranks]."""
+        """Return the bytes of the step's media on each rank, int64 [ranks]."""
         size, config = ITEMSIZE[self.config.train.dtype], self.config
         together = vision if vision.bubbles is None else vision.together()
         found = vision_bytes(
@@ -106,7 +106,7 @@ class VisionPlanner:
         )
 
     def _destinations(self, plan: GlobalPlan) -> Destinations:
-        """Return which first-stage ranks need each item, and where in their microbatches."""
+        """Return the first-stage ranks that need each item, with its microbatch and position."""
         rows_per_replica = plan.num_rows // self.config.layout.dp
         replica, row = np.divmod(plan.items.row.astype(np.int64), rows_per_replica)
         number, row = np.divmod(row, self.config.train.rows_per_microbatch)
@@ -121,7 +121,7 @@ class VisionPlanner:
         )
 
     def _placement(self, costs: NDArray[np.float64], home: Ints) -> Placement:
-        """Place the items of each scope by themselves, on its own ranks."""
+        """Place the items of each scope separately, on the ranks of the scope."""
         dep = self.config.dep
         alone = np.ones(len(home), np.int64)
         if dep.placement == "colocated" or dep.assign == "owner":

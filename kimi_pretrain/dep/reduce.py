@@ -1,12 +1,12 @@
-"""The sum of the encoder's gradients over all ranks, begun while the last work goes backward.
+"""Sums the encoder's gradients over all ranks, overlapping with the last backward work.
 
-The encoder is replicated, so its gradient is the sum over all ranks, of whatever each encoded, or
-of nothing: ranks without media take part with zeros. One flat buffer holds it, cut into buckets
-from the last parameter to the first, the order in which a backward pass finishes them. All ranks
-send the buckets in this order, whenever theirs are ready.
+The encoder is replicated, so its gradient is the sum over all ranks; ranks without media contribute
+zeros. One flat buffer holds the gradients, cut into buckets from the last parameter to the first,
+the order in which a backward pass completes them. All ranks send the buckets in this order, each as
+soon as it is complete.
 
-Where each parameter is updated by one rank (`to_owners`), its sum is made there alone: a bucket
-holds parameters of one owner, laid side by side in the buffer, and half as many bytes travel.
+If a single rank updates each parameter (`to_owners`), only this rank receives the sum. A bucket
+then holds parameters of one owner, adjacent in the buffer, and the traffic is halved.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,16 +24,16 @@ class GradientSum:
     """Collects parameter gradients over chunks, wider than bfloat16, and sums them over ranks.
 
     Args:
-        params: trained parameters by name; their `.grad` is taken away as soon as it is complete.
-        dtype: of the parameters; the buffer is fp32, or fp64 for fp64.
-        bucket_elements: about how many numbers travel at a time.
+        params: trained parameters by name; their `.grad` is freed as soon as it is complete.
+        dtype: dtype of the parameters; the buffer is fp32, or fp64 for fp64.
+        bucket_elements: approximate number of elements per bucket.
 
     Attributes:
         buffer: all gradients, flat.
-        views: name -> gradient, of the parameter's shape. After `finish` it is the sum on every
-            rank, or on the parameter's owner only.
-        bytes_moved: by the last step's sums, of which this rank counts those that it owns (n - 1
-            times their size over n ranks), or its share: over all ranks, what the job moved.
+        views: name -> gradient, with the parameter's shape. After `finish` it is the sum on every
+            rank, or only on the parameter's owner.
+        bytes_moved: this rank's share of the traffic of the last step's sums; the sum over ranks is
+            the traffic of the job. For owned buckets, the owner counts (n - 1) times their size.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class GradientSum:
             param.register_post_accumulate_grad_hook(self._collector(name))
 
     def to_owners(self, owners: Mapping[str, int] | None) -> None:
-        """Sum each gradient to one rank from the next step on; between steps.
+        """Reduce each gradient to one rank from the next step on; call it between steps.
 
         Args:
-            owners: parameter name -> rank in the whole job, the same on all ranks; None: the sums
-                go to every rank, as they do at first. Empty: nothing is sent, and who updates them
-                sums them over ranks.
+            owners: parameter name -> global rank, the same on all ranks. None: every rank gets the
+                sums, which is the initial setting. Empty: nothing is sent, because the update sums
+                the gradients over ranks.
         """
         self._lay_out([owners[name] if owners else None for name in self._params])
         if owners == {}:
@@ -68,16 +68,16 @@ class GradientSum:
         self.zero()
 
     def zero(self) -> None:
-        """Forget the gradients of the last step."""
+        """Reset the gradients of the last step."""
         self.buffer.zero_()
         self.bytes_moved = 0
         self._waiting = list(self._members)
 
     @contextmanager
     def last(self) -> Iterator[None]:
-        """Say that each gradient that comes meanwhile is this rank's last of its parameter.
+        """Mark each gradient that arrives in this context as this rank's last of its parameter.
 
-        Buckets leave as they are finished, in the order of all ranks.
+        Buckets are sent as they complete, in the order of all ranks.
         """
         self._counting = True
         try:
@@ -86,34 +86,34 @@ class GradientSum:
             self._counting = False
 
     def hold(self) -> None:
-        """Have finished buckets stay here until `release`."""
+        """Hold complete buckets back until `release`."""
         self._held = True
 
     def release(self) -> None:
-        """Send what is finished, and from now on whatever is."""
+        """Send the complete buckets, and later ones as soon as they complete."""
         self._held = False
         self._send_finished()
 
     def send_all(self) -> None:
-        """Send all buckets that have not left, and wait for none; nothing more may be added."""
+        """Send all remaining buckets without waiting; no gradients may be added after this."""
         while len(self._work) < len(self._parts):
             self._send()
 
     def finish(self) -> None:
-        """Send what is left, and wait until every sum over all ranks is where it belongs."""
+        """Send the remaining buckets, and wait until all sums have arrived."""
         self.send_all()
         for work in self._work:
             work.wait()
         self._work = []
 
     def _lay_out(self, owners: Sequence[int | None]) -> None:
-        """Give every parameter a bucket, and a place in the buffer beside the others of it.
+        """Assign every parameter to a bucket, and the parameters of a bucket to adjacent positions.
 
-        Buckets lie in the buffer from the last to the first, parameters in their own order.
+        The buffer holds buckets from the last to the first, and parameters in their own order.
         """
         sizes = [param.numel() for param in self._params.values()]
-        # Runs of parameters are cut first and divided among owners then: a bucket does not have to
-        # wait for a parameter of the same owner far away in the backward pass.
+        # Runs of parameters are cut first and then divided among owners, so that a bucket does not
+        # wait for a parameter of the same owner that completes much later in the backward pass.
         runs = [
             (run, -1 if owner is None else owner)
             for run, owner in zip(_buckets(sizes, self._limit), owners, strict=True)
@@ -163,7 +163,7 @@ class GradientSum:
 
 
 def _buckets(sizes: list[int], limit: int) -> list[int]:
-    """Return the bucket of each parameter: filled up from the last one, bucket 0 first."""
+    """Return the bucket of each parameter; bucket 0 is filled first, from the last parameter."""
     found, bucket, filled = [0] * len(sizes), 0, 0
     for number in reversed(range(len(sizes))):
         if filled and filled + sizes[number] > limit:

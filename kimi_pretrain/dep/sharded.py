@@ -1,17 +1,17 @@
-"""One large item, encoded by a block of 2, 4, 8 or 16 ranks together.
+"""Encodes one large item on a block of 2, 4, 8 or 16 ranks together.
 
-The sequence is divided outside attention, the heads inside it, as DeepSpeed-Ulysses does (arXiv
+The sequence is divided outside attention and the heads inside it, as in DeepSpeed-Ulysses (arXiv
 2309.14509). A member holds a contiguous range of the item's tokens with all their patches
-(`moonvit3d/share.py`); embedding, positions, norms, MLPs, merging and projecting are its own
-affair. Around each layer's attention there are two all-to-alls, the second undoing the first:
+(`moonvit3d/share.py`), and computes embedding, positions, norms, MLPs, merging and projection
+locally. Two all-to-alls surround the attention of each layer; the second undoes the first:
 
     queries, keys, values   [own patches, all heads]  ->  [all patches, own heads]
     the result              [all patches, own heads]  ->  [own patches, all heads]
 
-Their gradients take the same ways back. Every collective depends on the one before it, forward and
-backward, so all members issue them in one order, whatever else autograd chooses. A member's weight
-gradients are those of its own patches: their sum over the members is the whole item's, with no
-divisor anywhere.
+Their gradients take the reverse paths. Every collective depends on the previous one, forward and
+backward, so all members issue them in one order, whatever else autograd schedules. A member
+computes weight gradients of its own patches; their sum over the members is the whole item's
+gradient, without a divisor.
 
 Shape suffixes: L patches of the item, J patches of one member, N heads, M heads of one member,
 H head width, m members.
@@ -47,15 +47,15 @@ __all__ = [
 ]
 
 
-# Who holds what ----------------------------------------------------------------------------------
+# Ranges of members -------------------------------------------------------------------------------
 
 
 def token_range(tokens: int, parts: int, member: int) -> range:
-    """Return the tokens that a member holds: consecutive, and all members' near equal in number.
+    """Return the consecutive tokens that a member holds; all members hold nearly equal numbers.
 
     Args:
-        tokens: of the item; with fewer tokens than members, some members hold none.
-        parts: members of the block.
+        tokens: tokens of the item; if there are fewer tokens than members, some members hold none.
+        parts: number of members of the block.
         member: 0 to parts - 1.
     """
     if not 0 <= member < parts:
@@ -64,7 +64,7 @@ def token_range(tokens: int, parts: int, member: int) -> range:
 
 
 def patches_per_member(grid: Grid, parts: int) -> list[int]:
-    """Return how many of an item's patches each member of a block holds."""
+    """Return the number of an item's patches that each member of a block holds."""
     ranges = (token_range(num_tokens(*grid), parts, member) for member in range(parts))
     return [MERGE * MERGE * grid[0] * len(tokens) for tokens in ranges]
 
@@ -77,30 +77,30 @@ def blocks(
 ) -> dict[int, dist.ProcessGroup]:
     """Make the process groups of all aligned blocks of 2, 4, ... max_split ranks.
 
-    Every rank of the job makes this call, with equal arguments. For a block that it is no member of
-    a rank only counts on: there is no barrier, and nothing is sent. All 3,840 blocks of 4,096 ranks
-    take a rank 20 ms. Gloo connects a block's members to each other here; NCCL sets a communicator
-    up at the block's first collective. (Where the default group is bound to a device, by
-    `init_process_group(device_id=...)`, NCCL instead splits it for each block, and all ranks take
-    part in every split: do not bind it.)
+    Every rank of the job calls this with equal arguments. For a block without this rank, the call
+    only increments a counter: there is no barrier and no message. The 3,840 blocks of 4,096 ranks
+    take 20 ms per rank. Gloo connects the members of a block here; NCCL creates a communicator at
+    the block's first collective. Do not bind the default group to a device
+    (`init_process_group(device_id=...)`): NCCL would then split it for each block, and all ranks
+    would take part in every split.
 
-    `use_local_synchronization=True`, with which only members would call, is not for this: it names
-    a group by the number of groups that a rank is in already, and Megatron-Core puts the ranks of
-    some stages into more groups than others. Members then wait for each other under different
-    names, and time out.
+    `use_local_synchronization=True`, with which only members would call, does not work here. It
+    names a group by the number of groups that a rank is already in, and Megatron-Core puts the
+    ranks of some stages into more groups than others. Members would then wait for each other under
+    different names, and time out.
 
     Args:
-        scopes: the ranks that share the load of encoding, for each such community; global ranks,
-            rising. A block is aligned inside its community's list.
+        scopes: global ranks of each group that shares the encoding, in rising order. Blocks are
+            aligned inside the list of their scope.
         max_split: 1 or a power of two.
-        timeout_seconds: of each collective of a block.
+        timeout_seconds: time limit of each collective of a block.
 
     Returns:
-        size -> the block of that size that holds this rank. A size is missing where the community
-        ends before its block is full.
+        size -> the block of that size with this rank. A size is missing if the scope ends before
+        the block is full.
 
     Raises:
-        ValueError: a max_split that is no power of two, ranks out of order or in two scopes.
+        ValueError: max_split is no power of two, ranks are out of order or in two scopes.
     """
     _check_scopes(scopes, max_split)
     mine: dict[int, dist.ProcessGroup] = {}
@@ -109,7 +109,7 @@ def blocks(
             for start in range(0, len(scope) - size + 1, size):
                 members = [int(rank) for rank in scope[start : start + size]]
                 group = dist.new_group(members, timeout=timedelta(seconds=timeout_seconds))
-                if isinstance(group, dist.ProcessGroup):  # a number where it has no part in it
+                if isinstance(group, dist.ProcessGroup):  # a non-member gets a number instead
                     mine[size] = group
     return mine
 
@@ -131,18 +131,18 @@ def _check_scopes(scopes: Sequence[Sequence[int]], max_split: int) -> None:
 def scatter_patches(
     patches: NDArray[np.uint8] | None, grid: Grid, group: dist.ProcessGroup, device: torch.device
 ) -> Tensor:
-    """Bring each member its own patches of an item that the block's first rank holds.
+    """Send each member its patches of an item that the block's first rank holds.
 
     Args:
         patches: uint8 [patches of the item, 3, 14, 14] on the first rank, None on the others.
         grid: (t, h, w) of the whole item.
-        group: the block; every member calls.
+        group: process group of the block; every member calls.
 
     Returns:
         uint8 [own patches, 3, 14, 14] in the order of `patch_rows`.
 
     Raises:
-        ValueError: patches on another rank than the first, or not those of the grid.
+        ValueError: another rank than the first has patches, or the patches do not match the grid.
     """
     held, member = patches_per_member(grid, group.size()), group.rank()
     shape = (3, PATCH, PATCH)
@@ -180,20 +180,20 @@ def _in_order_of_members(
 def encode(module: VisionEncoder, patches: Tensor, grid: Grid, group: dist.ProcessGroup) -> Tensor:
     """Encode this member's tokens of an item, together with the other members of its block.
 
-    Every member calls it, and where it was called with a graph, every member must call backward on
-    the result, one without tokens too: both communicate.
+    Every member must call it. If it was called with a graph, every member must also call backward
+    on the result, even a member without tokens, because both passes communicate.
 
     Args:
-        module: the same weights on every member.
-        patches: this member's, from `scatter_patches`: uint8 pixels or normalised floats.
+        module: encoder with the same weights on every member.
+        patches: this member's patches from `scatter_patches`: uint8 pixels or normalised floats.
         grid: (t, h, w) of the whole item.
-        group: the block; a rank's place in it is its member number.
+        group: process group of the block; a rank's index in it is its member number.
 
     Returns:
         [tokens of `token_range`, out_width] in the parameters' dtype.
 
     Raises:
-        ValueError: the heads do not divide among the members, or the patches are not the member's.
+        ValueError: the heads do not divide among the members, or the patches have a wrong number.
     """
     parts, heads = group.size(), module.config.heads
     if heads % parts:
@@ -209,10 +209,10 @@ def encode(module: VisionEncoder, patches: Tensor, grid: Grid, group: dist.Proce
 
 @dataclass(frozen=True)
 class BlockAttention:
-    """Attention over an item that a block's members hold together: the `attend` of a `Share`.
+    """Attention over an item whose patches are spread over a block: the `attend` of a `Share`.
 
     Args:
-        held: patches of each member.
+        held: number of patches of each member.
         whole: the item as one segment.
     """
 
@@ -221,7 +221,7 @@ class BlockAttention:
     whole: Segments
 
     def __call__(self, q_JNH: Tensor, k_JNH: Tensor, v_JNH: Tensor, segments: Segments) -> Tensor:
-        """Attend from the member's own rows to the whole item; rows behind them give zeros."""
+        """Attend from the member's own rows to the whole item; padding rows return zeros."""
         members, own = len(self.held), segments.lengths[0]
         evenly = (own,) * members
         parts = [
@@ -239,7 +239,7 @@ class BlockAttention:
 def _exchange(
     x: Tensor, to: Sequence[int], from_: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:
-    """Send `to[i]` rows of `x` to member i, in order; `from_[i]` rows come from it."""
+    """Send `to[i]` rows of `x` to member i, in order, and receive `from_[i]` rows from it."""
     return _AllToAll.apply(x, list(to), list(from_), group)
 
 

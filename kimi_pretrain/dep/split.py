@@ -1,12 +1,12 @@
-"""Which items are so large that a block of ranks shares them, and which blocks.
+"""Selects the items that are large enough for a block of ranks to share, and places their blocks.
 
-The slowest rank never takes less than the largest item. An item that p ranks share costs each of
-them cost / (p * efficiency): more work in all, a lower largest piece. So only the items are split
-that hold the slowest rank up, and only where the prediction says that it gains more than a little.
+The slowest rank never takes less than the largest item. If p ranks share an item, it costs each of
+them cost / (p * efficiency): the total work grows, but the largest part shrinks. So only items that
+delay the slowest rank are split, and only if the predicted gain exceeds a threshold.
 
-Blocks are aligned to their size, so a smaller one lies inside a larger one or beside it. With the
-most shared items placed first, all ranks of a block have the same to do before the next one comes,
-and the blocks of one size can be filled as if they were single ranks.
+Blocks are aligned to their size, so two blocks are nested or disjoint. The items with most parts
+are placed first, so all ranks of a block have equal work before the next item is placed, and the
+blocks of one size can be filled like single ranks.
 """
 
 import numpy as np
@@ -21,12 +21,12 @@ from kimi_pretrain.dep.makespan import (
 from kimi_pretrain.dep.nearby import rename
 from kimi_pretrain.dep.places import Places, seconds_of_part
 
-WIDTHS = (2, 4, 8, 16)  # ranks that can share an item: the encoder's 16 heads divide by them
-GAIN = 1.01  # a split plan is taken if the slowest rank is faster by more than this
-ALIKE = 1.002  # bounds that differ by less are equal
-NEAR = 1.02  # a plan this near the bound is taken
-# What is tried: items above this part of the bound are split (None: as few as reach the bound),
-# until each part takes at most this part of it.
+WIDTHS = (2, 4, 8, 16)  # ranks that can share an item; all divide the encoder's 16 heads
+GAIN = 1.01  # a split plan is used if the slowest rank is faster by more than this factor
+ALIKE = 1.002  # bounds within this factor count as equal
+NEAR = 1.02  # a plan within this factor of the bound ends the search
+# Splits to try: items above the first fraction of the bound are split (None: as few as reach the
+# bound), until each part takes at most the second fraction of the bound.
 CUTS = (
     (None, 1.0),
     (None, 0.25),
@@ -36,9 +36,9 @@ CUTS = (
     (0.18, 0.18),
     (0.12, 0.12),
 )
-PIGEONS = 16  # whole items on one rank up to which the bound looks
-COARSE = 2_048  # whole items up to which the prediction places each; more, and small ones are sand
-SAND = 3  # sand is what takes less than a 2**-3 part of the slowest rank
+PIGEONS = 16  # largest number of whole items per rank in the pigeonhole bound
+COARSE = 2_048  # whole items up to which the prediction places each; beyond it, small ones are sand
+SAND = 3  # items below 2**-3 of the mean load are sand, which is distributed as a continuous amount
 
 
 def choose_splits(
@@ -48,17 +48,17 @@ def choose_splits(
     efficiency: float,
     places: Places | None = None,
 ) -> Ints:
-    """Return how many ranks should share each item: 1, 2, 4, 8 or 16, int64 [items].
+    """Return the number of ranks that should share each item: 1, 2, 4, 8 or 16, int64 [items].
 
     Args:
         costs: seconds of each item on one rank, float64 [items].
-        num_ranks: that share the load.
-        max_split: the most ranks that may share one item; 1: never split.
-        efficiency: what the ranks that share an item keep of their speed, above 0, at most 1.
-        places: where the ranks are, to know which blocks exist; all on one node by default.
+        num_ranks: number of ranks that share the load.
+        max_split: most ranks that may share one item; 1: never split.
+        efficiency: fraction of their speed that ranks keep when they share an item, in (0, 1].
+        places: location of the ranks, which determines the blocks; by default, one node.
 
     Raises:
-        ValueError: `places` is about another number of ranks.
+        ValueError: `places` has another number of ranks.
     """
     where = Places.together(num_ranks) if places is None else places
     if where.num_ranks != num_ranks:
@@ -79,20 +79,20 @@ def choose_splits(
 
 
 def _bounds(costs: Floats, num_ranks: int, efficiency: float, widest: int) -> Floats:
-    """Return what the slowest rank takes at least with the m largest items split, [items + 1].
+    """Return lower bounds on the slowest load with the m largest items split, [items + 1].
 
-    The mean, the largest whole item and the largest part, and by pigeonholes k + 1 whole items
-    that must meet on one rank.
+    Each is the maximum of the mean, the largest whole item, the largest part, and a pigeonhole
+    bound of k + 1 whole items that must share a rank.
 
     Args:
-        costs: of the items, falling.
+        costs: costs of the items, in falling order.
     """
     total = np.concatenate([[0.0], np.cumsum(costs)])
     bounds = (total[-1] + (1 / efficiency - 1) * total) / num_ranks
     bounds[:-1] = np.maximum(bounds[:-1], costs)
     bounds[1:] = np.maximum(bounds[1:], costs[0] / (widest * efficiency))
     for k in range(1, min(PIGEONS, (len(costs) - 1) // num_ranks) + 1):
-        last = np.arange(k * num_ranks + 1, len(costs) + 1)  # one item behind the pigeonholes
+        last = np.arange(k * num_ranks + 1, len(costs) + 1)  # one item more than pigeonholes
         meet = total[last] - total[last - k - 1]
         bounds[: len(meet)] = np.maximum(bounds[: len(meet)], meet)
     return bounds
@@ -101,10 +101,10 @@ def _bounds(costs: Floats, num_ranks: int, efficiency: float, widest: int) -> Fl
 def _search(
     costs: Floats, bounds: Floats, widths: list[int], efficiency: float, places: Places
 ) -> tuple[float, Ints]:
-    """Return the best prediction found and its parts.
+    """Return the best prediction and its parts.
 
-    Cuts are tried from the fewest and widest parts to many small ones: small ones fit together
-    better, but each split item is more work, so one that splits more has to gain by it.
+    The search goes from few wide splits to many small parts. Small parts balance better, but each
+    split adds work, so a plan with more splits must improve the prediction.
     """
     least = float(bounds.min())
     first = int(np.flatnonzero(bounds <= ALIKE * least)[0])
@@ -121,7 +121,7 @@ def _search(
 
 
 def _parts(costs: Floats, number: int, limit: float, widths: list[int], efficiency: float) -> Ints:
-    """Return the fewest parts under which each of the first items takes at most `limit`."""
+    """Return the fewest parts with which each of the first `number` items takes at most `limit`."""
     parts = np.ones(len(costs), dtype=np.int64)
     parts[:number] = widths[0]
     for width, wider in zip(widths, widths[1:]):
@@ -130,9 +130,10 @@ def _parts(costs: Floats, number: int, limit: float, widths: list[int], efficien
 
 
 def predicted(costs: Floats, parts: Ints, places: Places, efficiency: float) -> float:
-    """Return what the slowest rank would take, in seconds: near what `place` reaches.
+    """Return the predicted seconds of the slowest rank, close to the result of `place`.
 
-    Blocks and large whole items are placed; the many small ones are poured over them.
+    Blocks and large whole items are placed; the many small items fill the ranks as a continuous
+    amount.
     """
     work, power = in_units(seconds_of_part(costs, parts, efficiency), parts, places.num_ranks)
     _, base = place_blocks(work, parts, places)
@@ -148,17 +149,16 @@ def predicted(costs: Floats, parts: Ints, places: Places, efficiency: float) -> 
 def place_blocks(
     work: Ints, parts: Ints, places: Places, home: Ints | None = None
 ) -> tuple[Ints, Ints]:
-    """Place the items that ranks share, the most shared first, on the least loaded blocks.
+    """Place the shared items, those with most parts first, on the least-loaded blocks.
 
     Args:
-        work: of each item for each rank that shares it, int64 [items].
-        parts: of each item, int64 [items].
-        home: rank that needs each item; if given, blocks with the same to do change places until
-            they are near it.
+        work: work of each item on each rank that shares it, int64 [items].
+        parts: number of ranks that share each item, int64 [items].
+        home: rank that needs each item; if given, blocks of equal work are permuted to be near it.
 
     Returns:
-        First rank of each item's block, -1 for whole items, int64 [items]; and what that gives
-        each rank to do, int64 [ranks].
+        First rank of each item's block, -1 for whole items, int64 [items]; and the resulting work
+        of each rank, int64 [ranks].
 
     Raises:
         ValueError: an item has more parts than any block has ranks.
@@ -188,7 +188,7 @@ def place_blocks(
 def _near(
     block: Ints, work: Ints, home: Ints, width: int, first: Ints, before: Ints, places: Places
 ) -> Ints:
-    """Return the blocks of items after blocks with the same to do have changed places."""
+    """Return the blocks of items after blocks of equal work have been permuted."""
     at = np.minimum(np.searchsorted(first, home // width * width), len(first) - 1)
     inside = first[at] == home // width * width
     levels = [level[first] for level in places.levels()]

@@ -1,4 +1,4 @@
-"""A step's vision work in bubbles: the plan, and what was believed when it was made. Pure."""
+"""A step's vision work in bubbles: the plan and the cost estimates behind it. Pure."""
 
 from dataclasses import dataclass
 
@@ -7,27 +7,27 @@ import numpy as np
 from kimi_pretrain.dep.bubble_plan import BubblePlan, Ints, Units
 
 MEASURED = FILLED, WASTED, OVERRUN = "filled", "wasted", "overrun"
-"""What a rank measures, in seconds: vision work in slots; waiting with nothing to do; work between
-two passes beyond what the plan has there."""
+"""Kinds of measured seconds on a rank: vision work in slots, idle waits, and work between two
+passes beyond the planned time."""
 WAIT = "4 wait"
-"""How a timeline names the waiting; work has the names of its phases."""
+"""Name of waits in a timeline; work has the name of its phase."""
 
 KINDS = "forward", "again", "backward"
-"""Pieces of an item's work: of its forward pass, of its backward pass that are computed again, and
-of its backward pass whose activations are kept."""
+"""Kinds of pieces of an item: of its forward pass, of its backward pass with recompute, and of its
+backward pass with kept activations."""
 
 
 @dataclass(frozen=True)
 class StepBubbles:
-    """Part of a `VisionPlan`.
+    """Bubble part of a `VisionPlan`.
 
     Attributes:
-        plan: who does what when.
-        units: what they cost by the cost model.
-        unit: of each item of the step, [items]; -1: it stays before and after the pipeline.
-        room: of each stage: slot between two passes -> seconds that it should last.
-        needed: bytes that media take on each rank, [ranks], but for shared items.
-        factors: of the cost model's seconds of each of `KINDS`, by which the slots were planned.
+        plan: assignment of the units to ranks and slots.
+        units: the units, with their costs by the cost model.
+        unit: unit of each item of the step, [items]; -1: encoded before and after the pipeline.
+        room: for each stage, slot between two passes -> its planned seconds.
+        needed: bytes that media need on each rank, excluding shared items, [ranks].
+        factors: factors on the cost model's seconds for each of `KINDS`, used to plan the slots.
     """
 
     plan: BubblePlan
@@ -38,12 +38,12 @@ class StepBubbles:
     factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
 
     def items(self, unit: int) -> list[int]:
-        """Return the items of a unit, rising: so their patches and tokens lie in it."""
+        """Return the items of a unit in rising order, the order of their patches and tokens."""
         found: list[int] = np.flatnonzero(self.unit == unit).tolist()
         return found
 
     def begins(self, tokens: Ints) -> Ints:
-        """Return at which token of its unit each item begins, [items]; `tokens`: of each."""
+        """Return the index of each item's first token in its unit, [items], given token counts."""
         order = np.argsort(self.unit, kind="stable")
         before = np.cumsum(tokens[order]) - tokens[order]
         first = np.flatnonzero(np.diff(self.unit[order], prepend=-2))
@@ -53,16 +53,16 @@ class StepBubbles:
         return found
 
     def kind(self, unit: int, piece: int) -> int:
-        """Return which of `KINDS` a piece of a unit's backward pass is."""
+        """Return the index in `KINDS` of a piece of a unit's backward pass."""
         return 2 if piece < self.plan.kept[unit] else 1
 
     def modelled(self, unit: int, kind: int) -> float:
-        """Return the seconds that the cost model has for a piece."""
+        """Return the seconds of a piece by the cost model."""
         units = self.units
         passes = (units.forward, units.again, units.backward)[kind]
         return float(passes[unit]) / self.plan.pieces
 
     def seconds(self, unit: int, piece: int) -> float:
-        """Return what a piece of a unit's backward pass should take."""
+        """Return the planned seconds of a piece of a unit's backward pass."""
         kind = self.kind(unit, piece)
         return self.modelled(unit, kind) * self.factors[kind]

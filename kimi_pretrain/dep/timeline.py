@@ -1,9 +1,8 @@
-"""When the passes of a pipeline's schedule run: Megatron-Core's 1F1B, interleaved where a rank has
-several chunks.
+"""Computes when the passes of Megatron-Core's 1F1B schedule run, plain or interleaved. Pure.
 
-Every stage has its passes in a fixed order: warm-up forwards, then one forward and one backward in
-turns, then the backwards that are left. It starts each as soon as it is free and what the pass
-needs has arrived. Chunk c of stage s is virtual stage c * stages + s. Pure.
+Every stage has its passes in a fixed order: warm-up forwards, then forwards and backwards in turn,
+then the remaining backwards. Each pass starts as soon as the stage is free and the pass's input has
+arrived. Chunk c of stage s is virtual stage c * stages + s.
 """
 
 from dataclasses import dataclass
@@ -15,11 +14,11 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-ROUNDING = 1e-9  # seconds; a shorter wait is none
+ROUNDING = 1e-9  # seconds; shorter waits are ignored
 
 
 class Pass(NamedTuple):
-    """One pass of one microbatch through one chunk of a stage."""
+    """One pass of one microbatch through one virtual stage."""
 
     backward: bool
     chunk: int
@@ -35,13 +34,13 @@ class Schedule:
     """The passes of a replica's pipeline.
 
     Attributes:
-        stages: pipeline ranks.
-        chunks: of layers on each.
-        microbatches: of a step.
-        ahead: one more warm-up forward, as with `layout.overlap_experts`.
+        stages: number of pipeline ranks.
+        chunks: number of virtual stages on each.
+        microbatches: number of microbatches of a step.
+        ahead: True for one more warm-up forward, as with `layout.overlap_experts`.
 
     Raises:
-        ValueError: chunks are interleaved, and the microbatches do not come in groups of `stages`.
+        ValueError: chunks are interleaved, and the microbatches are not a multiple of `stages`.
     """
 
     stages: int
@@ -58,16 +57,16 @@ class Schedule:
 
     @cached_property
     def passes(self) -> tuple[tuple[Pass, ...], ...]:
-        """Each stage's passes, first to last."""
+        """Passes of each stage, in execution order."""
         return tuple(self._of(stage) for stage in range(self.stages))
 
     @property
     def num_passes(self) -> int:
-        """Passes of a stage; all have as many."""
+        """Number of passes of a stage; equal for all stages."""
         return 2 * self.chunks * self.microbatches
 
     def needed(self, stage: int, this: Pass) -> tuple[int, Pass] | None:
-        """Return the (stage, pass) that must be over before a pass; None: nothing must be."""
+        """Return the (stage, pass) that must finish before this pass; None if there is none."""
         at = this.chunk * self.stages + stage + (1 if this.backward else -1)
         if this.backward and at == self.stages * self.chunks:
             return stage, Pass(False, this.chunk, this.microbatch)
@@ -77,7 +76,7 @@ class Schedule:
         return other, Pass(this.backward, chunk, this.microbatch)
 
     def warm_up(self, stage: int) -> int:
-        """Return how many forward passes a stage runs before forward and backward take turns."""
+        """Return the number of warm-up forward passes of a stage, before the 1F1B turns."""
         total, behind = self.microbatches * self.chunks, self.stages - stage - 1
         warm_up = behind if self.chunks == 1 else 2 * behind + (self.chunks - 1) * self.stages
         return min(warm_up + self.ahead, total)
@@ -92,7 +91,7 @@ class Schedule:
         return tuple(passes)
 
     def _numbered(self, number: int, *, backward: bool) -> Pass:
-        """Forward or backward number n: `stages` microbatches of a chunk, then the next chunk."""
+        """Return pass number n of a kind: `stages` microbatches of a chunk, then the next chunk."""
         if self.chunks == 1:
             return Pass(backward, 0, number)
         group, place = divmod(number, self.stages * self.chunks)
@@ -103,9 +102,9 @@ class Schedule:
 
 @lru_cache(maxsize=16)
 def events(schedule: Schedule) -> tuple[tuple[int, int, tuple[int, int] | None], ...]:
-    """Return all passes as (stage, number, what it needs), nothing before what it needs.
+    """Return all passes as (stage, number, dependency), each after its dependency.
 
-    A pass is told by its stage and its number among the passes there.
+    The stage and the number among the stage's passes identify a pass.
     """
     number = [{one: n for n, one in enumerate(passes)} for passes in schedule.passes]
     at, found = [0] * schedule.stages, []
@@ -125,14 +124,14 @@ def events(schedule: Schedule) -> tuple[tuple[int, int, tuple[int, int] | None],
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each pass of each stage begins and ends, in seconds, float64 [stages, passes] each."""
+    """Start and end of each pass of each stage in seconds, float64 [stages, passes] each."""
 
     start: Floats
     end: Floats
 
     @property
     def total(self) -> float:
-        """The end of the last pass."""
+        """End of the last pass."""
         return float(self.end.max())
 
 
@@ -143,16 +142,16 @@ def timeline(
     send: float = 0.0,
     before: Floats | None = None,
 ) -> Timeline:
-    """Return when passes run, each as early as it can.
+    """Return the timeline in which each pass runs as early as possible.
 
     Args:
-        schedule: their order.
+        schedule: order of the passes.
         forward, backward: seconds of a pass of each virtual stage, [virtual stages], or of each
             virtual stage and microbatch, [virtual stages, microbatches].
-        send: seconds from the end of a pass until its result is on another stage; nobody computes
-            less meanwhile.
-        before: seconds of other work that a stage does before each of its passes, behind the one
-            before it, [stages, passes]; None: it has none.
+        send: seconds from the end of a pass until its result reaches another stage; the transfer
+            does not slow down computation.
+        before: seconds of other work of a stage immediately before each of its passes, [stages,
+            passes]; None: no other work.
     """
     shape = schedule.stages * schedule.chunks, schedule.microbatches
     none = np.zeros((schedule.stages, schedule.num_passes))
@@ -175,22 +174,22 @@ def timeline(
 
 
 def _is_sent(schedule: Schedule, this: Pass, needed: tuple[int, int]) -> bool:
-    """Whether what a pass needs is sent: all but the last chunk's own output, for its gradient."""
+    """Return whether a pass's input is sent; the last virtual stage keeps its output locally."""
     other, before = needed
     return not this.backward or schedule.passes[other][before].backward
 
 
 def latest_starts(schedule: Schedule, line: Timeline, send: float = 0.0) -> Floats:
-    """Return the latest start of each pass with which the last one still ends in time.
+    """Return the latest start of each pass that does not delay the end of the last pass.
 
     Args:
         send: as in `timeline`.
 
     Returns:
-        seconds, float64 [stages, passes]; a step whose passes all begin by then takes no longer.
+        seconds, float64 [stages, passes]; a step whose passes all start by then takes no longer.
     """
     seconds = (line.end - line.start).tolist()
-    latest = np.full(line.end.shape, line.total).tolist()  # ends, until a pass is looked at
+    latest = np.full(line.end.shape, line.total).tolist()  # latest ends of passes not visited yet
     for stage, number, needed in reversed(events(schedule)):
         start = latest[stage][number] - seconds[stage][number]
         latest[stage][number] = start
@@ -204,15 +203,15 @@ def latest_starts(schedule: Schedule, line: Timeline, send: float = 0.0) -> Floa
 
 
 def gathered(schedule: Schedule, line: Timeline, least: float, send: float = 0.0) -> Timeline:
-    """Return a timeline as long in which short waits lie together: fewer waits, longer ones.
+    """Return a timeline of equal length with short waits merged into fewer, longer waits.
 
-    Where a stage would wait for less than `least`, its pass begins later, so that the wait is as
-    long as that; what it needs then lies there already for some passes, before which it does not
-    wait. No pass begins later than `least` before its latest start, so there is time for work in
+    If a stage would wait for less than `least`, its pass starts later, so that the wait lasts
+    `least`. The inputs of some later passes are then ready early, and the stage does not wait for
+    them. Each pass starts at least `least` before its latest start, which leaves time for work in
     waits that takes longer than planned.
 
     Args:
-        line: of the schedule, each pass as early as it can.
+        line: timeline of the schedule with each pass as early as possible.
         send: as in `timeline`.
     """
     seconds, limit = line.end - line.start, latest_starts(schedule, line, send) - least

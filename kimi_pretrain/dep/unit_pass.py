@@ -1,10 +1,11 @@
-"""The encoder's work on a few items, in pieces: it can stop between its blocks, both ways.
+"""Runs the encoder on a few items in pieces; it can stop between blocks, forward and backward.
 
-A piece is a run of blocks; the first one embeds the patches, too, and the last one merges and
-projects. The forward pass leaves what went into each piece. Backward a piece is computed again from
-that, with a graph that ends at its border, and taken back at once: no other's activations are
-there. The last pieces are the first to be taken back, and of them the graph may be kept from the
-forward pass on. Kernels and their order are those of a pass that does not stop, so the bits are.
+A piece is a range of blocks. The first piece also embeds the patches, and the last one merges and
+projects. The forward pass saves the input of each piece. The backward pass recomputes a piece from
+this input, with a graph that ends at the border of the piece, and runs its backward immediately, so
+that only one piece's activations are in memory. The backward pass begins with the last pieces,
+whose graphs may be kept from the forward pass. Kernels and their order equal those of an
+uninterrupted pass, so results are bit-identical.
 """
 
 from collections.abc import Sequence
@@ -22,14 +23,14 @@ Grid = tuple[int, int, int]
 
 
 class UnitPass:
-    """Encodes whole items in one pack, and goes backward through it.
+    """Encodes whole items in one pack, and runs the backward pass through it.
 
     Args:
-        encoder: whose weights are used, and whose gradient buffer is added to.
-        pixels: of each item, uint8 [patches, 3, 14, 14].
-        grids: (frames, height, width) in patches, of each.
-        pieces: of the forward pass, and of the backward pass.
-        kept: last pieces whose graph is kept from the forward pass on: they are not computed again.
+        encoder: encoder whose weights are used and whose gradient buffer accumulates.
+        pixels: pixels of each item, uint8 [patches, 3, 14, 14].
+        grids: (frames, height, width) of each item, in patches.
+        pieces: number of pieces of the forward pass, and of the backward pass.
+        kept: number of last pieces whose graph is kept from the forward pass, without recompute.
     """
 
     def __init__(
@@ -43,18 +44,18 @@ class UnitPass:
     ):
         self.encoder, self.grids, self.pieces, self.kept = encoder, grids, pieces, kept
         self._pixels: Sequence[NDArray[np.uint8]] | None = pixels
-        self._features: Tensor | None = None  # of a frozen tower: final, and smaller
+        self._features: Tensor | None = None  # output of a frozen tower, smaller than activations
         self._pack: Packed | None = None
-        self._x: Tensor | None = None  # what the last piece left
-        self._inputs: list[Tensor | None] = []  # of the pieces that are to be computed again
-        self._hashes: list[int] = []  # of what they left
-        self._graph: list[tuple[Tensor | None, Tensor]] = []  # of pieces: input, output
+        self._x: Tensor | None = None  # output of the latest piece
+        self._inputs: list[Tensor | None] = []  # inputs of the pieces to recompute
+        self._hashes: list[int] = []  # hashes of their outputs
+        self._graph: list[tuple[Tensor | None, Tensor]] = []  # (input, output) of pieces
         self._gradient: Tensor | None = None
 
     def forward(self, piece: int) -> Tensor | None:
-        """Do the next piece of the forward pass; returns the output [tokens, hidden] with the last.
+        """Run the next piece of the forward pass; the last one returns the output [tokens, hidden].
 
-        Where nothing is trained, nothing is held after it.
+        If nothing is trained, no state is kept after the last piece.
         """
         trainable, last = self.encoder.trainable, piece == self.pieces - 1
         keep, blocks = trainable and piece >= self.pieces - self.kept, self.encoder.tower_is_trained
@@ -73,10 +74,10 @@ class UnitPass:
         return output
 
     def again(self, piece: int) -> None:
-        """Compute a piece again that is to be taken back next, unless its graph is there.
+        """Recompute the piece whose backward comes next, unless its graph was kept.
 
         Args:
-            piece: of the backward pass.
+            piece: index in the backward pass.
         """
         number = self.pieces - 1 - piece
         if number >= self.pieces - self.kept:
@@ -93,22 +94,22 @@ class UnitPass:
             )
 
     def backward(self, gradient: Tensor | None = None) -> None:
-        """Take the next piece back.
+        """Run the backward of the next piece.
 
         Args:
-            gradient: of the output, [tokens, hidden], with the first one.
+            gradient: gradient of the output, [tokens, hidden], for the first piece.
         """
         if gradient is not None:
             self._gradient = gradient
         x, y = self._graph.pop()
-        if y.requires_grad:  # nothing is before a trained projector
+        if y.requires_grad:  # the pieces before a trained projector have no gradient
             torch.autograd.backward(y, self._gradient)
         self._gradient = None if x is None else x.grad
         if not self._graph and not self._inputs:
             self._pixels = self._features = self._pack = None
 
     def _piece(self, number: int, x: Tensor | None) -> None:
-        """Run blocks on what went into them; with a graph, one that begins here."""
+        """Run blocks on their input; if gradients are enabled, record a graph that begins here."""
         x = None if x is None else x.detach()
         if x is not None and torch.is_grad_enabled():
             x.requires_grad_(self.encoder.tower_is_trained)
@@ -120,7 +121,7 @@ class UnitPass:
     def _blocks(self, number: int, x: Tensor | None) -> Tensor:
         module, last = self.encoder.module, number == self.pieces - 1
         frozen = self.encoder.trainable and not self.encoder.tower_is_trained
-        if frozen and self._features is not None:  # computed again: the projector alone
+        if frozen and self._features is not None:  # recompute only the projector
             return self._project(self._features) if last else self._features
         with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
             tower = module.vision_tower

@@ -1,13 +1,13 @@
-"""The vision plan of a step: who encodes which media item, and who receives which of its tokens.
+"""Vision plan of a step: assignment of media items to ranks, and transfers of their tokens.
 
-A function of metadata, the same on every rank (phase 0). Two tables:
+The plan depends only on metadata and is the same on every rank (phase 0). It has two tables:
 
-    shares   an item, or a part of one that several ranks encode together, on its rank
-    spans    a run of an item's tokens that goes from the rank that encodes it to the first-stage
-             rank that holds these places of the row (under context or tensor parallelism the
-             tokens of one item may lie on several)
+    shares   an item, or a part of an item that several ranks encode together, with its rank
+    spans    a run of an item's tokens that goes from the encoding rank to the first-stage rank that
+             holds these positions of the row (under context or tensor parallelism, the tokens of
+             one item may be spread over several ranks)
 
-Both ends of the exchange read the same spans, so they agree on what is sent without communication.
+Both ends of the exchange read the same spans, so they agree on the messages without communication.
 """
 
 from dataclasses import dataclass, replace
@@ -39,11 +39,11 @@ class _Columns:
 
 @dataclass(frozen=True)
 class Shares(_Columns):
-    """What ranks encode: whole items, or token ranges of split ones. Columns of equal length.
+    """Units of encoding: whole items, or token ranges of split items. Columns of equal length.
 
     Attributes:
         item: number of the item in the step.
-        rank: who encodes it.
+        rank: rank that encodes the share.
         parts, member: number of sharing ranks; this rank's index among them.
         begin, end: range of the item's tokens.
     """
@@ -58,14 +58,14 @@ class Shares(_Columns):
 
 @dataclass(frozen=True)
 class Spans(_Columns):
-    """Runs of tokens on their way. Columns of equal length.
+    """Runs of tokens in transit. Columns of equal length.
 
     Attributes:
         item: number of the item in the step.
-        begin, count: which of its tokens.
+        begin, count: range of the item's tokens.
         source, dest: rank that encodes them, first-stage rank that needs them.
-        microbatch, position: where they go: microbatch of the replica, place in what `dest` holds
-            of it.
+        microbatch, position: destination: microbatch of the replica, position in the part of the
+            microbatch that `dest` holds.
     """
 
     item: Ints
@@ -79,15 +79,15 @@ class Spans(_Columns):
 
 @dataclass(frozen=True)
 class Destinations:
-    """Where the items of a step are needed.
+    """Destinations of the items of a step.
 
     Attributes:
-        microbatch: of the replica, [items].
-        position: place of the item's first token in its microbatch, [items].
+        microbatch: microbatch of the replica, [items].
+        position: position of the item's first token in its microbatch, [items].
         ranks: first-stage rank of each part of the microbatch, [items, parts].
         holder: part that holds each granule of a microbatch, [granules].
-        offset: where the granule begins inside that part, [granules].
-        granule: tokens of a granule.
+        offset: begin of the granule inside that part, [granules].
+        granule: tokens per granule.
     """
 
     microbatch: Ints
@@ -99,26 +99,26 @@ class Destinations:
 
     @property
     def home(self) -> Ints:
-        """The rank that needs an item's first token, [items]."""
+        """First-stage rank that needs an item's first token, [items]."""
         part = self.holder[self.position // self.granule]
         return self.ranks[np.arange(len(part)), part]
 
 
 @dataclass(frozen=True)
 class VisionPlan:
-    """Who encodes each item of a step, and who needs it. The same on every rank.
+    """Assignment and destinations of all items of a step. The same on every rank.
 
     Attributes:
         rank: first of the ranks that encode item i, [items].
-        parts: how many do, [items].
+        parts: number of ranks that encode item i, [items].
         home: first-stage rank that needs its first token, [items].
-        tokens, patches: of item i, [items].
+        tokens, patches: tokens and patches of item i, [items].
         costs: predicted seconds of item i on one rank, [items].
-        split_efficiency: what is left of a rank's speed when it shares an item.
-        order: all ranks, those that share their media side by side; an item that several ranks
-            encode lies on neighbours in this order, [ranks].
-        spans: which tokens go from which rank to which, and where they lie there.
-        bubbles: when each item that one rank encodes is encoded inside the pipeline; None: all are
+        split_efficiency: fraction of its speed that a rank keeps when it shares an item.
+        order: all ranks, with those that share their media adjacent; the ranks that encode an item
+            together are neighbours in this order, [ranks].
+        spans: token transfers between ranks, with their destination positions.
+        bubbles: schedule of single-rank items inside the pipeline; None: all items are encoded
             before and after it.
     """
 
@@ -135,25 +135,25 @@ class VisionPlan:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the job."""
+        """Number of ranks of the job."""
         return len(self.order)
 
     @cached_property
     def shares(self) -> Shares:
-        """Everything that is encoded, in the order of items and members."""
+        """All shares, in the order of items and members."""
         return shares_of(self.rank, self.parts, self.tokens, self.order)
 
     def together(self) -> Self:
-        """Return the plan of those items alone that several ranks encode."""
+        """Return the plan restricted to items that several ranks encode."""
         found = replace(self, spans=self.spans[self.parts[self.spans.item] > 1], bubbles=None)
         found.__dict__["shares"] = self.shares[self.shares.parts > 1]
         return found
 
     def encoded_by(self, rank: int) -> Shares:
-        """Return what `rank` encodes, in its order: shared items first, then whole ones.
+        """Return the shares of `rank` in its execution order: shared items first, then whole items.
 
-        Blocks of ranks are nested and all begin with the items of the largest blocks, so no
-        deadlock is possible. Whole items are in the order in which they are sent.
+        Blocks of ranks are nested and all begin with the items of the largest blocks, which
+        excludes deadlocks. Whole items are in the order in which they are sent.
         """
         mine = self.shares[self.shares.rank == rank]
         alone = mine.parts == 1
@@ -161,7 +161,7 @@ class VisionPlan:
         return mine[np.lexsort((mine.item, dest, -mine.parts))]
 
     def fetched_by(self, rank: int) -> Ints:
-        """Return the items whose pixels `rank` reads: an item that is shared is read once."""
+        """Return the items whose pixels `rank` reads; one rank reads a shared item."""
         return np.flatnonzero(self.rank == rank)
 
     def sent_by(self, rank: int) -> Spans:
@@ -175,11 +175,11 @@ class VisionPlan:
         return mine[np.lexsort((mine.begin, mine.item, mine.source))]
 
     def tokens_sent(self) -> Ints:
-        """Return the embeddings that each rank sends, to itself too, [ranks]."""
+        """Return the embeddings that each rank sends, including to itself, [ranks]."""
         return _sums(self.spans.source, self.spans.count, self.num_ranks)
 
     def tokens_received(self) -> Ints:
-        """Return the embeddings that each rank receives, from itself too, [ranks]."""
+        """Return the embeddings that each rank receives, including from itself, [ranks]."""
         return _sums(self.spans.dest, self.spans.count, self.num_ranks)
 
     def tokens_away(self) -> tuple[Ints, Ints]:
@@ -189,22 +189,22 @@ class VisionPlan:
         return sent, _sums(away.dest, away.count, self.num_ranks)
 
     def tokens_held(self) -> Ints:
-        """Return the most embeddings that each rank holds at a time, [ranks].
+        """Return the largest number of embeddings that each rank holds at a time, [ranks].
 
-        What it encodes, twice while it is put together or sorted; what it receives, as it arrived
-        and as leaves.
+        Encoded embeddings count twice, because concatenating or sorting copies them. Received
+        embeddings count twice, as received and as leaves.
         """
         return 2 * (self.tokens_sent() + self.tokens_received())
 
     def predicted_seconds(self) -> Floats:
-        """Return the encoder's predicted seconds of each rank in this step, float64 [ranks]."""
+        """Return each rank's predicted seconds of encoder work in this step, float64 [ranks]."""
         shares = self.shares
         costs = self.costs[shares.item]
         seconds = seconds_of_part(costs, shares.parts, self.split_efficiency)
         return np.bincount(shares.rank, seconds, self.num_ranks).astype(np.float64)
 
     def patches_per_rank(self) -> Floats:
-        """Return the patches that each rank encodes, float64 [ranks]."""
+        """Return the number of patches that each rank encodes, float64 [ranks]."""
         shares = self.shares
         part = (shares.end - shares.begin) / np.maximum(1, self.tokens[shares.item])
         weights = self.patches[shares.item] * part
@@ -212,7 +212,7 @@ class VisionPlan:
 
 
 def shares_of(rank: Ints, parts: Ints, tokens: Ints, order: Ints) -> Shares:
-    """Return one row for each item and each rank that encodes some of it; see `VisionPlan`."""
+    """Return one share for each item and each rank that encodes part of it; see `VisionPlan`."""
     item = np.repeat(np.arange(len(rank)), parts)
     first = np.repeat(np.cumsum(parts) - parts, parts)
     member = np.arange(len(item)) - first
@@ -223,14 +223,14 @@ def shares_of(rank: Ints, parts: Ints, tokens: Ints, order: Ints) -> Shares:
 
 
 def spans_of(shares: Shares, where: Destinations) -> Spans:
-    """Cut what is encoded at the borders of what is needed."""
+    """Cut shares at the borders of granules, and return the resulting spans."""
     at = where.position[shares.item]
     first = (at + shares.begin) // where.granule
     last = (at + shares.end - 1) // where.granule
     pieces = np.where(shares.end > shares.begin, last - first + 1, 0)
     of = np.repeat(np.arange(len(shares)), pieces)
     granule = first[of] + np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    start = granule * where.granule - at[of]  # in tokens of the item
+    start = granule * where.granule - at[of]  # in tokens relative to the item
     begin = np.maximum(shares.begin[of], start)
     end = np.minimum(shares.end[of], start + where.granule)
     item, part = shares.item[of], where.holder[granule]
@@ -246,7 +246,7 @@ def spans_of(shares: Shares, where: Destinations) -> Spans:
 
 
 def runs(begins: Ints, counts: Ints) -> Ints:
-    """Return begin, begin + 1, ... of each run, one run after the other, int64 [sum of counts]."""
+    """Return begin, begin + 1, ... of all runs, concatenated, int64 [sum of counts]."""
     before = np.repeat(np.cumsum(counts) - counts, counts)
     return np.repeat(begins, counts) + np.arange(len(before)) - before
 

@@ -1,1 +1,1 @@
-"""Ranks, sequence shards, shared errors, rendezvous: importing it starts nothing."""
+"""Ranks, sequence shards, shared errors and rendezvous; importing it starts nothing."""

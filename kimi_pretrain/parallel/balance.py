@@ -1,9 +1,9 @@
-"""List scheduling: each job, in the order given, to the member with the least load so far.
+"""List scheduling: assigns each job, in the given order, to the least-loaded member.
 
-With the largest job first this is longest processing time (LPT): the most loaded member has at most
-4/3 - 1/(3 m) of what the best division gives it on m members (Graham, 1969, "Bounds on
-multiprocessing timing anomalies"). Pure, and in integers: sums are exact, so that all ranks come to
-the same answer by themselves.
+With the largest job first, this is longest processing time (LPT): the largest load is at most
+4/3 - 1/(3 m) times the optimum on m members (Graham, 1969, "Bounds on multiprocessing timing
+anomalies"). The functions are pure and use integers, so sums are exact and all ranks compute the
+same assignment without communication.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,14 +11,14 @@ from heapq import heapreplace
 
 
 def least_loaded(costs: Iterable[int], loads: Sequence[int]) -> list[int]:
-    """Return the member that takes each job; equally loaded ones take jobs in their order.
+    """Return the member that takes each job; ties go to the member with the lower index.
 
-    Load and index of a member are one integer, load first: a heap of them needs no tuples, which
-    is most of the speed.
+    A member's load and index form one integer with the load in the high bits. A heap of integers
+    needs no tuples, which accounts for most of the speed.
 
     Args:
-        costs: of the jobs, 0 or more, in the order in which they are given away.
-        loads: of each member before.
+        costs: costs of the jobs, 0 or more, in the order of assignment.
+        loads: initial load of each member.
     """
     bits = index_bits(len(loads))
     keys = sorted((load << bits) | index for index, load in enumerate(loads))  # already a heap
@@ -27,11 +27,11 @@ def least_loaded(costs: Iterable[int], loads: Sequence[int]) -> list[int]:
 
 
 def least_loaded_of(jobs: Iterable[tuple[int, Sequence[int]]], loads: Sequence[int]) -> list[int]:
-    """Return the member that takes each job, as `least_loaded`, where not every one may take it.
+    """Return the member that takes each job, as `least_loaded`, with a list of allowed members.
 
     Args:
         jobs: cost of each job, and the members that may take it.
-        loads: of each member before.
+        loads: initial load of each member.
     """
     loads, taken = list(loads), []
     for cost, allowed in jobs:
@@ -42,5 +42,5 @@ def least_loaded_of(jobs: Iterable[tuple[int, Sequence[int]]], loads: Sequence[i
 
 
 def index_bits(count: int) -> int:
-    """Return the bits that an index below `count` takes."""
+    """Return the number of bits for an index below `count`."""
     return max(1, (count - 1).bit_length())

@@ -1,4 +1,4 @@
-"""Broadcasting errors: a result or an exception of one rank, in a form that others can raise."""
+"""Transports a result or an exception of one rank in a form that other ranks can raise."""
 
 import pickle
 from collections.abc import Callable, Iterator
@@ -11,9 +11,9 @@ class Outcome:
     """Result or exception of a function call.
 
     Attributes:
-        value: what the function returned.
-        error: what it raised, or None.
-        causes: of the error, nearest first: its chain of `__cause__` and `__context__`.
+        value: value that the function returned.
+        error: exception that it raised, or None.
+        causes: chain of `__cause__` and `__context__` of the error, nearest first.
     """
 
     value: Any = None
@@ -22,7 +22,7 @@ class Outcome:
 
     @classmethod
     def of(cls, work: Callable[[], Any]) -> "Outcome":
-        """Call `work` and catch its exception, so that the ranks that wait can be told of it."""
+        """Call `work` and catch its exception, so that it can be sent to the waiting ranks."""
         try:
             return cls(work())
         except Exception as error:
@@ -38,10 +38,10 @@ class Outcome:
         raise self.error
 
     def sendable(self) -> "Outcome":
-        """Return an equivalent that survives pickling.
+        """Return an equivalent outcome that survives pickling.
 
-        An exception whose constructor needs more than its message cannot be unpickled: it is
-        replaced by a RuntimeError with the same text.
+        An exception whose constructor needs more than its message cannot be unpickled; a
+        RuntimeError with the same text replaces it.
         """
         if self.error is None:
             return self

@@ -1,4 +1,4 @@
-"""The `layout` section: how the processes are arranged, and which stage has which layers."""
+"""`layout` section of the configuration: arrangement of the processes, and layers of each stage."""
 
 import re
 
@@ -8,7 +8,7 @@ from typed_config.section import Section
 
 
 class LayoutConfig(Section):
-    """How the processes are arranged: pp stages x dp replicas x cp x tp ranks of a row.
+    """Arrangement of the processes: pp stages x dp replicas x cp x tp ranks of a row.
 
     `cp` ranks share the tokens of a row, `tp` ranks the heads and widths of a layer. Experts are
     spread over `ep` of the dp x cp x tp ranks of a stage.
@@ -17,7 +17,7 @@ class LayoutConfig(Section):
     pp: int = Field(default=1, gt=0)
     """Pipeline stages. [stages; kimi_pretrain/engine/mesh.py]"""
     vpp: int = Field(default=1, gt=0)
-    """Virtual stages of each pipeline stage (interleaved 1F1B).
+    """Virtual stages per pipeline stage (interleaved 1F1B).
     [chunks; kimi_pretrain/engine/model_builder.py]"""
     dp: int = Field(default=1, gt=0)
     """Data-parallel replicas. [replicas; kimi_pretrain/engine/mesh.py]"""
@@ -25,18 +25,18 @@ class LayoutConfig(Section):
     """Ranks that the experts of a layer are spread over; divides dp x cp x tp.
     [ranks; kimi_pretrain/engine/mesh.py]"""
     cp: int = Field(default=1, gt=0)
-    """Context-parallel ranks: they share the tokens of a row.
+    """Context-parallel ranks, which share the tokens of a row.
     [ranks; kimi_pretrain/engine/mesh.py]"""
     tp: int = Field(default=1, gt=0)
-    """Tensor-parallel ranks: they share the heads and widths of a layer.
+    """Tensor-parallel ranks, which share the heads and widths of a layer.
     [ranks; kimi_pretrain/engine/mesh.py]"""
     overlap_experts: bool = False
-    """Send tokens to experts and back while another microbatch computes (Megatron-Core's combined
-    1F1B). Needs ep > 1, and vpp > 1 where pp > 1; a rank holds one more microbatch of a chunk.
-    [-; kimi_pretrain/engine/model_builder.py]"""
+    """Overlap the all-to-alls of the experts with the computation of another microbatch
+    (Megatron-Core's combined 1F1B). Needs ep > 1, and vpp > 1 if pp > 1; a rank holds one more
+    microbatch of a virtual stage. [-; kimi_pretrain/engine/model_builder.py]"""
     stages: str | None = None
     """Megatron-Core's layout string ("E" embedding, "t" a layer, "L" the loss, "|" between chunks,
-    "(tt|)*3" repeats), needed where the layers do not divide evenly over pp x vpp chunks.
+    "(tt|)*3" repeats), needed if the layers do not divide evenly over pp x vpp chunks.
     [-; kimi_pretrain/engine/model_builder.py]"""
 
     def world_size(self) -> int:
@@ -56,8 +56,8 @@ def expand_stages(stages: str) -> list[str]:
 
 
 def chunks_of(layout: LayoutConfig, num_layers: int) -> list[tuple[range, bool]]:
-    """Return, of each of the pp x vpp chunks in the order of the model, its layers and whether it
-    has the loss.
+    """Return the layers of each of the pp x vpp chunks, in model order, and whether the chunk
+    computes the loss.
     """
     count = layout.pp * layout.vpp
     if layout.stages is None:
@@ -70,11 +70,11 @@ def chunks_of(layout: LayoutConfig, num_layers: int) -> list[tuple[range, bool]]
 
 
 def even_stages(num_layers: int, chunks: int) -> str | None:
-    """Return a layout string with equal chunks but for the last, whose loss costs about two layers,
-    and then the first, which has the embedding; None if the layers divide evenly.
+    """Return a layout string with equal chunks, except for the last (its loss costs about two
+    layers) and then the first (it has the embedding); None if the layers divide evenly.
 
     Raises:
-        ValueError: others would have to have fewer, too.
+        ValueError: other chunks would need fewer layers, too.
     """
     each, rest = -(-num_layers // chunks), -num_layers % chunks
     if not rest:
@@ -88,10 +88,10 @@ def even_stages(num_layers: int, chunks: int) -> str | None:
 
 
 def check_stages(stages: str, chunks: int, num_layers: int) -> None:
-    """Refuse a layout string that has not these chunks and layers.
+    """Refuse a layout string with other numbers of chunks or layers.
 
     Raises:
-        ValueError: says what it has.
+        ValueError: the message says what the string has.
     """
     found = expand_stages(stages)
     where = f'layout.stages="{stages}"'

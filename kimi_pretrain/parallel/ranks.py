@@ -1,7 +1,7 @@
 """Rank arithmetic of a layout: replica, node and first stage of every rank, without processes.
 
-Megatron-Core's rank order: tensor-parallel ranks are neighbours, then context-parallel ones, then
-replicas, then pipeline stages. `engine.mesh` asserts that the groups it builds agree.
+The order is Megatron-Core's: tensor-parallel ranks are neighbours, then context-parallel ranks,
+then replicas, then pipeline stages. `engine.mesh` asserts that the groups it builds agree.
 """
 
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Ranks:
-    """Facts about all ranks of a layout."""
+    """Replica, node and first stage of all ranks of a layout."""
 
     layout: LayoutConfig
     per_node: int
 
     @property
     def world_size(self) -> int:
-        """Ranks of the job."""
+        """Number of ranks of the job."""
         return self.layout.world_size()
 
     @property
@@ -35,18 +35,18 @@ class Ranks:
 
     @property
     def node(self) -> Ints:
-        """Machine of each rank, int64 [ranks]."""
+        """Node of each rank, int64 [ranks]."""
         return np.arange(self.world_size) // self.per_node
 
     @property
     def first_stage(self) -> Ints:
-        """First-stage rank of each replica and part of its rows, int64 [replicas, cp * tp]."""
+        """First-stage rank of each replica and row part, int64 [replicas, cp * tp]."""
         layout = self.layout
         return np.arange(layout.dp * layout.cp * layout.tp).reshape(layout.dp, -1)
 
 
 def scopes(config: Config) -> list[Ints]:
-    """Return the ranks of each group that shares the encoding of its media, rising, disjoint."""
+    """Return the ranks of each group that shares the encoding of its media, rising and disjoint."""
     ranks = Ranks(config.layout, config.dep.ranks_per_node)
     group = ranks.replica // replicas_per_scope(config)
     return [np.flatnonzero(group == number) for number in range(int(group.max()) + 1)]

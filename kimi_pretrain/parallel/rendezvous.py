@@ -1,13 +1,14 @@
-"""The rendezvous of a job's ranks, closed to other users.
+"""Rendezvous of a job's ranks, closed to other users.
 
-What torch's stores hold is unpickled (`broadcast_object_list`, torchrun's own rendezvous), and a
-TCPStore listens on every address of its machine: who reaches the port can run code as this user.
+The content of torch's stores is unpickled (`broadcast_object_list`, torchrun's rendezvous), and a
+TCPStore listens on every address of its machine. So anyone who can reach the port can run code as
+this user.
 
-- On one machine the store is a file in a folder that only this user can open. The launcher makes
-  it and passes it in the variable `FOLDER`. gloo and NCCL then listen on loopback alone.
+- On one machine, the store is a file in a folder that only this user can open. The launcher creates
+  it and passes it in the variable `FOLDER`. gloo and NCCL then listen only on loopback.
 - A single process keeps its store in its own memory.
-- On several machines rank 0 holds a TCPStore that listens at MASTER_ADDR and at no other address.
-  There is no password: the network between the machines has to be trusted.
+- On several machines, rank 0 holds a TCPStore that listens only at MASTER_ADDR. There is no
+  password, so the network between the machines must be trusted.
 """
 
 import logging
@@ -28,11 +29,11 @@ log = logging.getLogger(__name__)
 # Environment variable; `launch.local.job.MEETING` is the launcher's name for it.
 FOLDER = "KIMI_PRETRAIN_MEETING"
 _LOOPBACK = "lo"
-_BACKLOG = 2048  # ranks may all come at once; as torch has it
+_BACKLOG = 2048  # all ranks may connect at once; torch uses the same value
 
 
 def meeting_store(world_size: int, timeout: timedelta) -> Store | None:
-    """Return the store of this start of the job; None: torch uses its own launcher's."""
+    """Return the store for this start of the job; None: torch uses its launcher's store."""
     folder = os.environ.get(FOLDER)
     alone = world_size == 1 and "MASTER_ADDR" not in os.environ
     if not (alone or folder):
@@ -40,7 +41,7 @@ def meeting_store(world_size: int, timeout: timedelta) -> Store | None:
     _listen_on_loopback()
     if alone or folder is None:
         return HashStore()
-    # Each start has its own: in the one before stand the addresses of ranks that are gone.
+    # Each start has its own file; the previous file holds addresses of ranks that are gone.
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = FileStore(str(Path(folder) / f"ranks_{start}"), world_size)
     store.set_timeout(timeout)
@@ -48,19 +49,19 @@ def meeting_store(world_size: int, timeout: timedelta) -> Store | None:
 
 
 def own_store() -> Store:
-    """Return a store for this process alone, whatever job it is part of."""
+    """Return a store for this process only, whatever job it is part of."""
     _listen_on_loopback()
     return HashStore()
 
 
 def _listen_on_loopback() -> None:
-    # gloo would listen at the address that the machine's name stands for.
+    # By default, gloo would listen at the address that the machine's name resolves to.
     os.environ["GLOO_SOCKET_IFNAME"] = _LOOPBACK
     os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK)
 
 
 def _store_at_address(world_size: int, timeout: timedelta) -> Store | None:
-    """Return a store that listens at MASTER_ADDR alone; None if torchrun's agent holds one."""
+    """Return a store that listens only at MASTER_ADDR; None if torchrun's agent holds one."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         return None
     first = os.environ["RANK"] == "0"
@@ -78,14 +79,14 @@ def _store_at_address(world_size: int, timeout: timedelta) -> Store | None:
 
 
 def _listener(address: str, port: int) -> socket.socket | None:
-    """Return a socket that listens at this address; None for torch's own, on all addresses."""
+    """Return a socket listening at this address; None: torch listens on all addresses."""
     try:
         own = socket.gethostbyname(address)
         one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
         if own.startswith("127.") and not one_machine:
-            # A machine may know its own name so; the others will not find it there.
+            # A machine may resolve its own name to loopback, where other machines cannot reach it.
             raise OSError(f"{own} is the loopback")
         return socket.create_server((own, port), backlog=_BACKLOG)
-    except OSError as error:  # such as a container behind a port of its host
+    except OSError as error:  # for example, a container behind a port of its host
         log.info("rank 0 listens on all addresses, not on %s alone: %s", address, error)
         return None

@@ -1,12 +1,12 @@
-"""Which rank of a stage holds which tokens of a microbatch.
+"""Maps the tokens of a microbatch to the ranks of a stage that share them.
 
-A microbatch is one row of tokens (its rows laid end to end). Under context parallelism the row is
-cut into 2 * cp equal chunks and rank r holds chunks r and 2 * cp - 1 - r, in this order: a causal
-token's work grows with its place, and a low and a high chunk together cost every rank the same.
-Sequence parallelism then cuts what a context-parallel rank holds into tp contiguous runs.
+A microbatch is one row of tokens (its rows, concatenated). Under context parallelism the row is cut
+into 2 * cp equal chunks, and rank r holds chunks r and 2 * cp - 1 - r, in this order. The work of a
+causal token grows with its position, so a low and a high chunk together cost every rank the same.
+Sequence parallelism then cuts the tokens of a context-parallel rank into tp contiguous runs.
 
-A part is what one rank holds, number cp_rank * tp + tp_rank. A granule is the longest run of tokens
-such that every granule of the row lies in one part, in one piece.
+A part is the set of tokens that one rank holds, number cp_rank * tp + tp_rank. A granule is the
+longest run length such that each granule of the row is contiguous in a single part.
 """
 
 import math
@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class SequenceParts:
-    """How a row is spread over the ranks of a stage that share it.
+    """Distribution of a row over the ranks of a stage that share it.
 
     Attributes:
-        tokens: of the row.
+        tokens: number of tokens of the row.
 
     Raises:
         ValueError: the row does not divide into equal chunks and runs.
@@ -42,17 +42,17 @@ class SequenceParts:
 
     @property
     def num_parts(self) -> int:
-        """Ranks of a stage that share the row."""
+        """Number of ranks of a stage that share the row."""
         return self.num_cp * self.num_tp
 
     @property
     def num_chunks(self) -> int:
-        """Pieces that the row is dealt out in over the context-parallel ranks."""
+        """Number of chunks that the row is cut into for the context-parallel ranks."""
         return 2 * self.num_cp if self.num_cp > 1 else 1
 
     @property
     def granule(self) -> int:
-        """Tokens of a granule; the whole row where one rank holds it."""
+        """Tokens per granule; the whole row if a single rank holds it."""
         return math.gcd(self.tokens // self.num_chunks, self.tokens // self.num_parts)
 
     def runs_cp(self, cp_rank: int) -> list[tuple[int, int]]:
@@ -62,31 +62,31 @@ class SequenceParts:
         return [(chunk * size, (chunk + 1) * size) for chunk in chunks]
 
     def positions_cp(self, cp_rank: int) -> NDArray[np.int64]:
-        """Return the places in the row of a cp rank's tokens, in its order, [tokens / num_cp]."""
+        """Return the row positions of a cp rank's tokens, in its order, [tokens / num_cp]."""
         return np.concatenate([np.arange(*run) for run in self.runs_cp(cp_rank)])
 
     def gathered(self) -> NDArray[np.int64]:
-        """Return where each token of the row is once its parts are gathered, int64 [tokens].
+        """Return the index of each token of the row after its parts are gathered, int64 [tokens].
 
-        First over the context-parallel ranks, then over the tensor-parallel ones: so each of the
-        latter brings its share over the longer way.
+        The gather runs first over the context-parallel ranks, then over the tensor-parallel ranks,
+        so that each tensor-parallel rank transfers only its share over the longer distance.
         """
         order = [cp * self.num_tp + tp for tp in range(self.num_tp) for cp in range(self.num_cp)]
         return np.argsort(np.concatenate([self.positions(part) for part in order]))
 
     def positions(self, part: int) -> NDArray[np.int64]:
-        """Return the places in the row of a part's tokens, in its order, [tokens / num_parts]."""
+        """Return the row positions of a part's tokens, in its order, [tokens / num_parts]."""
         cp_rank, tp_rank = divmod(part, self.num_tp)
         return self.positions_cp(cp_rank).reshape(self.num_tp, -1)[tp_rank]
 
     @cached_property
     def holder(self) -> NDArray[np.int64]:
-        """The part that holds each granule of the row, in the row's order, int64 [granules]."""
+        """Part that holds each granule of the row, in row order, int64 [granules]."""
         return self._held[0]
 
     @cached_property
     def offset(self) -> NDArray[np.int64]:
-        """Where each granule begins inside its holder's part, in tokens, int64 [granules]."""
+        """Begin of each granule inside its part, in tokens, int64 [granules]."""
         return self._held[1]
 
     @cached_property

@@ -1,1 +1,1 @@
-"""SigLIP's objective for packed images: pooling head, text tower, sigmoid loss of all pairs."""
+"""SigLIP's objective for packed images: pooling head, text tower, sigmoid loss over all pairs."""

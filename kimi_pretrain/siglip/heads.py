@@ -1,9 +1,9 @@
-"""What SigLIP has beside its vision tower: attention pooling, a text tower, scale and bias.
+"""SigLIP's modules besides the vision tower: attention pooling, a text tower, scale and bias.
 
-SigLIP (arXiv:2303.15343); Kimi-VL trains with it (its report, section 2.1: L_siglip + 2 L_caption,
-both towers from SigLIP SO-400M). The pooling head sees packed items of any size, each by itself:
-what SigLIP 2 does with padded items and a mask. Single-device maths; parameter names are those of
-SigLIP's checkpoint, so `weights.load_heads` has nothing to rename.
+SigLIP is described in arXiv:2303.15343. Kimi-VL trains with its loss (Kimi-VL report, section 2.1:
+L_siglip + 2 L_caption, both towers from SigLIP SO-400M). The pooling head pools each packed item
+separately, at any size, which matches SigLIP 2 with padded items and a mask. The code is
+single-device. Parameter names equal those of SigLIP's checkpoint, so loading needs no renaming.
 
 Shape suffixes: L packed patches, I items, B texts, S positions, C width, N heads, H head width.
 """
@@ -21,18 +21,18 @@ from torch.nn import functional as F
 from kimi_pretrain.siglip.config import SiglipConfig
 
 SCALE, BIAS = math.log(10.0), -10.0
-"""What scale (as its logarithm) and bias start from (SigLIP, section 3.2, algorithm 1)."""
+"""Initial scale (as its logarithm) and bias (SigLIP, section 3.2, algorithm 1)."""
 
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """Sizes of both towers' heads; the defaults are those of siglip-so400m-patch14-384.
+    """Sizes of the text tower and the pooling head; defaults of siglip-so400m-patch14-384.
 
     Args:
-        width: of both towers, and of the embeddings that are compared. [channels]
-        depth: of the text tower. [blocks]
-        positions: that a text is cut or padded to; the last one is the text's embedding. [tokens]
-        vocabulary: of SigLIP's tokenizer, which is not the language model's. [tokens]
+        width: width of both towers and of the compared embeddings. [channels]
+        depth: depth of the text tower. [blocks]
+        positions: length that a text is cut or padded to; the last one is its embedding. [tokens]
+        vocabulary: vocabulary of SigLIP's tokenizer, not the language model's. [tokens]
     """
 
     width: int = 1152
@@ -45,7 +45,7 @@ class HeadSizes:
 
     @classmethod
     def of(cls, config: SiglipConfig, width: int) -> "HeadSizes":
-        """Return the sizes beside a tower of a width."""
+        """Return the sizes for a vision tower of this width."""
         return cls(
             width,
             config.depth,
@@ -67,13 +67,13 @@ class _MLP(nn.Module):
 
 
 class PoolingHead(nn.Module):
-    """One learned query for each item, over the item's patches, then an MLP beside a residual."""
+    """Attention of one learned query over each item's patches, then an MLP with a residual."""
 
     def __init__(self, sizes: HeadSizes):
         super().__init__()
         self.heads = sizes.heads
         self.probe = nn.Parameter(torch.zeros(1, 1, sizes.width))
-        # Only its parameters are used; the module is there for the checkpoint's names.
+        # Only its parameters are used; the module provides the checkpoint's names.
         self.attention = nn.MultiheadAttention(sizes.width, sizes.heads, batch_first=True)
         self.layernorm = nn.LayerNorm(sizes.width, eps=sizes.norm_eps)
         self.mlp = _MLP(sizes)
@@ -82,14 +82,14 @@ class PoolingHead(nn.Module):
         """Pool packed items.
 
         Args:
-            x_LC: patches of all items, one item after the other [L, C].
-            lengths: patches of each item, at least one each, L in all; may be empty.
+            x_LC: patches of all items, concatenated [L, C].
+            lengths: patches of each item, at least one each, L in total; may be empty.
 
         Returns:
             [I, C].
 
         Raises:
-            ValueError: lengths that are not those of the patches.
+            ValueError: the lengths do not match the patches.
         """
         if sum(lengths) != len(x_LC) or min(lengths, default=1) < 1:
             raise ValueError(f"items of {list(lengths)} patches: {len(x_LC)} patches came")
@@ -98,7 +98,7 @@ class PoolingHead(nn.Module):
         q_C = F.linear(self.probe[0, 0], weight[:width], bias[:width])
         kv_LK = F.linear(x_LC, weight[width:], bias[width:])
         q_NsH = rearrange(q_C, "(n h) -> n 1 h", n=self.heads)
-        pooled = [kv_LK[:0, :width] + q_C]  # without items all parameters have a gradient, too: 0
+        pooled = [kv_LK[:0, :width] + q_C]  # gives all parameters a (zero) gradient without items
         for kv in kv_LK.split(list(lengths)) if lengths else ():
             k_NLH, v_NLH = rearrange(kv, "l (two n h) -> two n l h", two=2, n=self.heads)
             one = F.scaled_dot_product_attention(q_NsH[None], k_NLH[None], v_NLH[None])
@@ -161,7 +161,7 @@ class _Encoder(nn.Module):
 
 
 class TextTower(nn.Module):
-    """Texts to embeddings: no mask, padding is attended to, the last position is the text's."""
+    """Embeds texts without a mask: padding is attended to; the last position is the embedding."""
 
     def __init__(self, sizes: HeadSizes):
         super().__init__()
@@ -175,14 +175,14 @@ class TextTower(nn.Module):
         """Embed texts.
 
         Args:
-            ids_BS: tokens of SigLIP's tokenizer, padded with its padding token to `positions`, as
-                it was trained [B, S], int64; B may be 0.
+            ids_BS: token ids of SigLIP's tokenizer, padded with its padding token to `positions` as
+                in SigLIP's training [B, S], int64; B may be 0.
 
         Returns:
             [B, C].
 
         Raises:
-            ValueError: texts of another length: what padding is seen changes the embedding.
+            ValueError: texts of another length, because visible padding changes the embedding.
         """
         if ids_BS.shape[1:] != (self.sizes.positions,):
             raise ValueError(
@@ -194,7 +194,7 @@ class TextTower(nn.Module):
 
 
 class SiglipHeads(nn.Module):
-    """Both heads with scale and bias; what is compared has length one."""
+    """Both heads with scale and bias; the returned embeddings have unit length."""
 
     def __init__(self, sizes: HeadSizes):
         super().__init__()
@@ -215,10 +215,10 @@ class SiglipHeads(nn.Module):
 
 @torch.no_grad()
 def initialise_heads(heads: SiglipHeads, seed: int) -> None:
-    """Fill every parameter but scale and bias, the same on every rank; each draws by its name.
+    """Initialise every parameter except scale and bias, equally on every rank, by its name.
 
-    As the tower (`moonvit3d.model.initialise`): biases 0, norms 1 and 0, matrices of Glorot's
-    width; embeddings and the query 1 / sqrt(width).
+    The rules are those of the tower (`moonvit3d.model.initialise`): biases are 0, norms 1 and 0,
+    matrices have Glorot's standard deviation, embeddings and the query 1 / sqrt(width).
     """
     for name, parameter in heads.named_parameters():
         if name in ("logit_scale", "logit_bias"):
@@ -240,5 +240,5 @@ def initialise_heads(heads: SiglipHeads, seed: int) -> None:
 
 
 def _unit(x: Tensor) -> Tensor:
-    x = x.to(torch.promote_types(x.dtype, torch.float32))  # a cosine of bfloat16 has two digits
+    x = x.to(torch.promote_types(x.dtype, torch.float32))  # bfloat16 cosines have only two digits
     return x / x.norm(dim=-1, keepdim=True)

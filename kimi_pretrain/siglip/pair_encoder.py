@@ -1,14 +1,13 @@
-"""DEP's encoder with SigLIP's heads: a rank pools the items that it encodes, where they form pairs.
+"""DEP's encoder with SigLIP's heads: a rank pools the items it encodes, if they belong to pairs.
 
     phase 2   the tower's patches of a pair -> pooling head -> embedding, kept
-    phase 6   text tower without a graph -> loss of all pairs -> gradients of embeddings;
-              texts again with graph, chunk by chunk; then the encoder's chunks, whose backward
-              pass begins at both ends: at the tokens, from the backbone, and at the embeddings
+    phase 6   text tower without a graph -> loss over all pairs -> gradients of embeddings; texts
+              again with graph, chunk by chunk; then the encoder's chunks, whose backward pass
+              starts from the tokens (backbone gradients) and from the embeddings (pair gradients)
 
-Gradients are sums that one divisor, the loss tokens T, ends: so those of the caption loss are
-multiplied by its weight, those of the pairs by T / B, and together they are
-g_siglip / B + weight g_caption / T. The language model is frozen: the weight reaches the encoder
-alone.
+Gradients are sums that phase 7 divides by the loss tokens T. So caption gradients are multiplied by
+their weight and pair gradients by T / B, which gives g_siglip / B + weight g_caption / T after the
+division. The language model is frozen, so the weight only affects the encoder.
 """
 
 from collections.abc import Sequence
@@ -30,10 +29,10 @@ from moonvit3d.model import VisionEncoder
 
 
 class PairEncoder(DecoupledEncoder):
-    """`DecoupledEncoder` whose module has the heads, as `siglip`; whole items, a trained tower.
+    """`DecoupledEncoder` with the heads as submodule `siglip`, for whole items and a trained tower.
 
     Attributes:
-        pairs: of the step that is about to be trained; None: the objective has no part in it.
+        pairs: pairs of the next step to train; None: the step does not use the pair objective.
     """
 
     def __init__(self, config: MoonViTConfig, *args: Any, siglip: SiglipConfig, **kwargs: Any):
@@ -41,7 +40,7 @@ class PairEncoder(DecoupledEncoder):
         self.pairs: Pairs | None = None
         super().__init__(config, *args, **kwargs)
         self._features: Tensor | None = None
-        # The tower gives its patches away merged; the head wants them as SigLIP's does.
+        # The tower returns merged patches, but the pooling head needs them unmerged, as in SigLIP.
         self.module.vision_tower.encoder.register_forward_hook(self._keep)
 
     @property
@@ -50,10 +49,10 @@ class PairEncoder(DecoupledEncoder):
         return self.module.get_submodule("siglip")  # pyright: ignore[reportReturnType]
 
     def trained(self) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters that are trained; the heads first, whose gradients leave last.
+        """Return the trained parameters; the heads come first, so their gradients are sent last.
 
-        The tower's leave during the last chunk's backward pass, which those of the texts are not
-        in.
+        The tower's gradients are sent during the last chunk's backward pass, which does not include
+        the texts.
         """
         found = super().trained()
         ours = {name: one for name, one in found.items() if name.startswith("siglip.")}
@@ -62,12 +61,12 @@ class PairEncoder(DecoupledEncoder):
     def begin(
         self, shares: Shares, grids: NDArray[np.int64], pixels: Pixels, room_bytes: int = 0
     ) -> EncoderPass:
-        """See `DecoupledEncoder`; with pairs if there are any."""
+        """Begin a pass as in `DecoupledEncoder`, with pairs if the step has any."""
         plain = super().begin(shares, grids, pixels, room_bytes)
         return PairPass(self, plain.chunks, pixels) if self.pairs is not None else plain
 
     def take_features(self) -> Tensor:
-        """Return the patches of the chunk that was just encoded, [patches and padding, width]."""
+        """Return the patches of the latest encoded chunk, [patches and padding, width]."""
         found, self._features = self._features, None
         assert found is not None
         return found
@@ -84,7 +83,7 @@ class PairEncoder(DecoupledEncoder):
 
 
 class PairPass(EncoderPass):
-    """`EncoderPass` of a step with pairs. `backward` is collective: every rank calls it."""
+    """`EncoderPass` of a step with pairs. `backward` is collective and must run on every rank."""
 
     def __init__(self, encoder: PairEncoder, chunks: Any, pixels: Pixels):
         super().__init__(encoder, chunks, pixels)
@@ -94,10 +93,10 @@ class PairPass(EncoderPass):
         self._known = set(self._pairs.items.tolist())
 
     def backward(self, gradients: Tensor) -> None:
-        """Compute the loss of all pairs and its gradients, then backpropagate through each chunk.
+        """Compute the loss over all pairs and its gradients, then backpropagate each chunk.
 
         Args:
-            gradients: of the caption loss, [tokens, hidden].
+            gradients: gradients of the caption loss, [tokens, hidden].
         """
         self._contrast()
         super().backward(gradients * self._own.siglip.caption_weight)
@@ -120,12 +119,12 @@ class PairPass(EncoderPass):
         return _Joined.apply(output, embedded, late) if torch.is_grad_enabled() else output
 
     def _places(self, items: Sequence[int]) -> NDArray[np.int64]:
-        """Return which pairs of the step some items are, in their order."""
+        """Return the indices, among the pairs of the step, of the items that form pairs."""
         ours = [item for item in items if item in self._known]
         return np.searchsorted(self._pairs.items, ours)
 
     def _contrast(self) -> None:
-        """The loss of this rank's images with all texts, and the gradients of what it holds."""
+        """Compute the loss of this rank's images against all texts, and this rank's gradients."""
         pairs, heads = self._pairs, self._own.heads
         if not len(pairs.items):
             return
@@ -154,14 +153,14 @@ class PairPass(EncoderPass):
 
 
 class _Late:
-    """Embeddings of a chunk's pairs, and their gradient, which is known after the forward pass."""
+    """Embeddings of a chunk's pairs, and their gradient, set after the forward pass."""
 
     def __init__(self, embedded: Tensor):
         self.embedded, self.gradient = embedded, torch.zeros(0)
 
 
 class _Joined(torch.autograd.Function):
-    """The chunk's output as it is; its backward pass begins at the embeddings as well."""
+    """Identity of the chunk's output whose backward also starts from the embeddings."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, embedded: Tensor, late: _Late) -> Tensor:

@@ -1,11 +1,11 @@
-"""The sigmoid loss of all images with all texts of the global batch (SigLIP, section 3.2 and 3.3).
+"""Sigmoid loss of all images against all texts of the global batch (SigLIP, sections 3.2 and 3.3).
 
     L = -1/B sum_i sum_j log sigmoid(z_ij (t x_i . y_j + b)),    z_ij = 1 if i = j, else -1
 
-Each rank has the pairs that the plan gave it, of any number, also none: texts are gathered, images
-stay where they are, and a rank's rows of the table of logits are [its images, all texts]. A SUM is
-returned, and the caller divides by the pairs of the global batch, known from the plan. This is not
-the divisor of a caption loss: gradients of both together are g_siglip / pairs + 2 g_caption /
+The plan gives each rank any number of pairs, including none. Texts are gathered and images stay on
+their rank, so a rank computes the logits [its images, all texts]. The function returns a SUM, and
+the caller divides it by the pairs of the global batch, a number that the plan contains. A caption
+loss has another divisor: the gradients of both losses add up to g_siglip / pairs + 2 g_caption /
 loss tokens.
 """
 
@@ -27,22 +27,22 @@ def pair_loss(
     group: dist.ProcessGroup | None = None,
     places: Tensor | None = None,
 ) -> Tensor:
-    """Return the sum over this rank's images and the texts of all ranks, undivided. Collective.
+    """Return the undivided sum over this rank's images and the texts of all ranks. Collective.
 
-    Its backward pass is collective, too: ranks without pairs take part in it. Gradients of what is
-    replicated (towers, scale, bias) are this rank's part: their sum over the group is the whole.
-    Computed in float32, or in float64 where that comes.
+    The backward pass is collective, too, and includes ranks without pairs. Gradients of replicated
+    parameters (towers, scale, bias) are this rank's part; the sum over the group is the full
+    gradient. The computation uses float32, or float64 for float64 inputs.
 
     Args:
-        images_PC, texts_PC: embeddings of length one of this rank's pairs, in order; with `places`
-            the images may be those of other pairs, and of another number.
-        log_scale, bias: learned, one number each, the same on all ranks.
-        counts: texts of each rank of the group; none of them has to agree with another.
-        places: of each image, the number of its text among those of all ranks, one rank's after
-            the other's, int64 [images]. None: image i's text is this rank's i-th.
+        images_PC, texts_PC: unit-length embeddings of this rank's pairs, in order; with `places`
+            the images may belong to other pairs and have another number.
+        log_scale, bias: learned scalars, the same on all ranks.
+        counts: number of texts of each rank of the group; the numbers may differ.
+        places: for each image the index of its text among the texts of all ranks, concatenated by
+            rank, int64 [images]. None: image i belongs to this rank's text i.
 
     Raises:
-        ValueError: pairs that are not those of the plan.
+        ValueError: the pairs do not match the plan.
     """
     ranks = dist.get_world_size(group) if dist.is_initialized() else 1
     if len(counts) != ranks:
@@ -70,10 +70,10 @@ def pair_loss(
 
 
 class _Gather(torch.autograd.Function):
-    """Texts of all ranks, in the order of ranks; the gradient of a text is the sum over all ranks.
+    """Gathers the texts of all ranks in rank order; sums the gradient of a text over all ranks.
 
-    `anchor` is anything that needs a gradient on every rank: a rank whose texts need none would
-    stay away from the backward pass, and the others would wait for it.
+    `anchor` is a tensor that needs a gradient on every rank. Without it, a rank whose texts need no
+    gradient would skip the backward pass, and the others would wait for it.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""A training step with SigLIP's loss beside that of the captions."""
+"""Training step that adds SigLIP's loss to the caption loss."""
 
 from dataclasses import replace
 from typing import Protocol, cast
@@ -25,7 +25,7 @@ from kimi_pretrain.update import Update
 
 
 class RunParts(Protocol):
-    """What a step is made of: a `kimi_pretrain.run.Run`."""
+    """The parts that a step needs; implemented by `kimi_pretrain.run.Run`."""
 
     config: Config
     mesh: Mesh
@@ -37,7 +37,7 @@ class RunParts(Protocol):
 
 
 def train_step_of(run: RunParts) -> TrainStep:
-    """Return the step of a run: SigLIP's objective is in it if `train.siglip` asks for that."""
+    """Return the step of a run, with SigLIP's objective if `train.siglip` is set."""
     parts = run.config, run.mesh, run.model, run.update, run.planner
     if (siglip := run.config.train.siglip) is None:
         return dep_step(*parts)
@@ -46,7 +46,7 @@ def train_step_of(run: RunParts) -> TrainStep:
 
 
 class PairStep(TrainStep):
-    """`TrainStep` whose encoder, a `PairEncoder`, learns from pairs as well."""
+    """`TrainStep` whose encoder, a `PairEncoder`, also learns from pairs."""
 
     encoder: PairEncoder
 
@@ -64,10 +64,10 @@ class PairStep(TrainStep):
         self._tokenizer, self._texts = tokenizer, texts
 
     def run(self, batch: StepBatch, *, text_only: bool = False) -> StepReport:
-        """See `TrainStep`; the report has the pairs' loss, number and patches."""
+        """Run a step as in `TrainStep`; the report has the pairs' loss, number and patches."""
         report = super().run(batch, text_only=text_only)
         pairs, self.encoder.pairs = self.encoder.pairs, None
-        if pairs is None or pairs.loss is None:  # on all ranks alike
+        if pairs is None or pairs.loss is None:  # the same on all ranks
             return replace(report, siglip=(None, 0, 0))
         (total,) = self.mesh.sum([float(pairs.loss)])
         number, patches = len(pairs.items), grids_of(batch.plan)[pairs.items].prod(1).sum()
@@ -85,14 +85,14 @@ class PairStep(TrainStep):
         return super()._decoupled(batch, vision, microbatches, loss_tokens)
 
     def captions(self, plan: GlobalPlan, microbatches: list[Microbatch]) -> dict[int, str]:
-        """Return this rank's captions by the numbers of their items, rising; as `pairs.captions`.
+        """Return this rank's captions by item number, in rising order; see `pairs.captions`.
 
-        Only the first stage has any: it holds the rows.
+        Only ranks of the first stage have captions, because they hold the rows.
         """
         if not self.mesh.is_first_stage:
             return {}
         rows = replica_rows(plan, self.mesh)
-        by_rows = sorted(microbatches, key=lambda one: one.number)  # they may run in another order
+        by_rows = sorted(microbatches, key=lambda one: one.number)  # execution order may differ
         tokens, counts = (
             torch.cat([getattr(one, what).flatten() for one in by_rows]).cpu().numpy()
             for what in ("tokens", "loss_mask")
@@ -101,9 +101,9 @@ class PairStep(TrainStep):
         return captions(plan, rows, tokens.reshape(shape), counts.reshape(shape), self._tokenizer)
 
     def _pairs(self, plan: GlobalPlan, microbatches: list[Microbatch], loss_tokens: int) -> Pairs:
-        """Have every rank know which items are pairs. Collective.
+        """Share the pairs of the step with every rank. Collective.
 
-        Replicas hold rising rows, so ranks have the captions in the order of the items.
+        Replicas hold rows in rising order, so the ranks' captions are in the order of the items.
         """
         found = self.captions(plan, microbatches)
         everyone = cast(list[list[int]], self.mesh.all_gather_object(list(found)))

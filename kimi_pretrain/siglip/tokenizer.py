@@ -1,7 +1,8 @@
-"""SigLIP's own tokenizer: the text tower's vocabulary is not the language model's.
+"""SigLIP's tokenizer for the text tower, whose vocabulary differs from the language model's.
 
-Read from a `tokenizer.json` (Hugging Face's format), which holds the lower-casing, the removal of
-punctuation and the pieces. Loads no torch: it is checked before processes are started.
+It is read from a `tokenizer.json` (Hugging Face format), which defines lower-casing, removal of
+punctuation and the vocabulary. The module does not import torch, because it is checked before
+processes start.
 """
 
 from collections.abc import Sequence
@@ -16,25 +17,25 @@ from data_pipeline.store.open import Store, open_store
 from kimi_pretrain.siglip.config import SiglipConfig
 
 PADS = ("</s>", "<pad>")
-"""Which token pads, where the file does not say: SigLIP's end token does."""
+"""Candidates for the padding token if the file names none; SigLIP pads with its end token."""
 
 
 class TextTokenizer:
-    """Texts to ids of the text tower, each cut or padded to `positions`.
+    """Converts texts to ids of the text tower, each cut or padded to `positions`.
 
     Args:
-        content: of the file.
-        config: of the run.
+        content: content of the file.
+        config: `train.siglip` section of the run.
 
     Raises:
-        ValueError: no tokenizer, a larger vocabulary than the tower's, or no token that pads.
+        ValueError: no valid tokenizer, a vocabulary larger than the tower's, or no padding token.
     """
 
     def __init__(self, content: bytes, config: SiglipConfig):
         key = f"train.siglip.tokenizer={config.tokenizer}"
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:  # whatever the library raises: its errors have no common class
+        except Exception as error:  # the library's errors have no common class
             reason = " ".join(str(error).split())[:200]
             raise ValueError(
                 f"{key}: no tokenizer.json ({reason}); expected that of a SigLIP model"
@@ -56,10 +57,10 @@ class TextTokenizer:
 
     @classmethod
     def open(cls, config: SiglipConfig, data: DataConfig, store: Store) -> "TextTokenizer":
-        """Read the file: a key under the data's root, or a path or URI of its own.
+        """Read the file: a key under the data's root, or a path or URI.
 
         Raises:
-            StoreError, ValueError: it is not there, or not what is wanted.
+            StoreError, ValueError: the file is missing or not a valid tokenizer.
         """
         name = config.tokenizer
         if "://" in name or name.startswith(("/", "~")):
