@@ -60,7 +60,7 @@ def block_mask(spans: KeySpans, device: torch.device, block: int = BLOCK) -> Blo
 
 
 def _blocks(spans: KeySpans, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return masks of the blocks that are not fully hidden and fully visible, bool [I, J] each."""
+    """Return which blocks are at least partly visible, and which fully; bool [I, J] each."""
     queries, keys = len(spans.first_Q), spans.num_keys
     first_J = np.arange(0, keys, block)
     starts = np.arange(0, queries, block)
@@ -100,7 +100,7 @@ def flex_attention(
         k_RND, v_RNV: [tokens of the row, heads, qk dim or v dim], in the row's order.
         mask: from `block_mask`.
         scale: factor of the logits before the softmax.
-        kernel: default: the compiled kernel.
+        kernel: by default the compiled kernel.
 
     Returns:
         output [this rank's tokens, heads, v dim], and the largest softmax input of each head and

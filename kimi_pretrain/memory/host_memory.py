@@ -97,7 +97,7 @@ class Copies:
 class StreamCopies(Copies):
     """Copies on two streams of a CUDA device, concurrent with its compute.
 
-    We have not run it, for lack of a CUDA device.
+    Untested on a GPU, because none was available.
     """
 
     def __init__(self, device: torch.device):

@@ -1,4 +1,4 @@
-"""Searches combinations of settings that bring a run under a memory limit, also with more ranks.
+"""Searches for settings that together bring a run under a memory limit, also with more ranks.
 
 On the run's own layout every combination of switches is tried. Other layouts are the same ranks in
 another pipeline, then two, four and eight times the replicas, also with experts spread over them. A
@@ -99,7 +99,7 @@ class Layout:
 
 
 def search(config: Config, limit: int, division: Division | None = None) -> Search:
-    """Search combinations of settings under a limit.
+    """Search for combinations of settings under a limit.
 
     Args:
         limit: bytes that a rank may hold.

@@ -42,7 +42,7 @@ class StepLines:
 
 
 class StepDisplay:
-    """Shows each step on stdout: a bar on a terminal, otherwise `StepLines` with the same Args."""
+    """Shows each step on stdout: a bar on a terminal, otherwise the lines of `StepLines`."""
 
     def __init__(self, first_step: int, steps: int, every: int, *, about: bool = False):
         console = Console()

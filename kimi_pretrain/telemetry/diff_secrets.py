@@ -1,6 +1,6 @@
 """Masks likely secrets in a `git diff` before it is stored in a run folder.
 
-Otherwise a key pasted into a comment would be copied into every run folder, which more people read
+A key pasted into a comment would otherwise be copied into every run folder, which more people read
 than the checkout. The masks cover values of this process's secret environment variables,
 credentials of well-known forms, values after words such as "password", and long random strings.
 Files whose names suggest secrets are masked completely. The heuristics miss some secrets and mask

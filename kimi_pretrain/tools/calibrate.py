@@ -72,7 +72,7 @@ def calibrate(
         config: gives the encoder, its dtype, its frozen parts and the possible item sizes.
         max_seconds: bound on the timing; packs that would exceed it are left out.
         progress: called with the finished share and the name of the current measurement.
-        device: default: the first GPU, or the CPU on a machine without one.
+        device: by default the first GPU, or the CPU on a machine without one.
 
     Raises:
         ValueError: too few packs fit into the time or into the limits of the config.

@@ -1,8 +1,8 @@
 """Builds one rank of each pipeline stage on the meta device and counts parameters and memory.
 
-Needs no GPU, no memory and no data: a fake process group represents the whole job. Megatron-Core
-refuses here what it would refuse in the job. The optimizer's work is divided among all ranks of the
-job by the rule that the job itself uses (`optim.owners`).
+Needs no GPU, no memory and no data: a fake process group represents the whole job. The checks of
+Megatron-Core apply here, too. The optimizer's work is divided among all ranks of the job by the
+rule that the job itself uses (`optim.owners`).
 """
 
 import math

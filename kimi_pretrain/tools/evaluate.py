@@ -1,9 +1,9 @@
 """Evaluates a checkpoint on a held-out source by teacher forcing, with one of two metrics.
 
-Accuracy tests whether the model reads the image: the share of positions whose next token is one of
-the chosen characters and is also the most probable token. It is computed again with the images
-swapped between samples: text and questions stay the same, so the model can only guess. A gap
-between the two numbers can only come through encoder, projector and hand-over.
+Accuracy tests whether the model reads the image. Of the positions whose next token is one of the
+chosen characters, it is the share at which the most probable token is right. It is computed again
+with the images swapped between samples: text and questions stay the same, so the model can only
+guess. A gap between the two numbers can only come through encoder, projector and hand-over.
 
 Loss tests how well the model knows the texts: mean loss and perplexity over all loss tokens of
 whole texts. Texts longer than a row are split as in training (`data.split_text`): a part has no
@@ -69,8 +69,8 @@ def evaluate(
         checkpoint: folder or URI of a complete checkpoint, which may hold weights only; or of a
             run, whose newest checkpoint is used.
         source: name of an ingested source.
-        texts: evaluate the samples without media, as whole texts; the default for a source
-            without media.
+        texts: evaluate the samples without media, as whole texts; always on for a source without
+            media.
         characters: for samples with a medium, count only tokens that are exactly one of these.
         limit: use only the first `limit` samples.
 

@@ -1,11 +1,11 @@
-"""Exposure: finds the steps and rows of a run that contained given samples, from the order alone.
+"""Exposure: finds the steps and rows of a run that used given samples.
 
-No log of samples is kept, and no data bytes are read: the steps of the run folder are planned
-again from its config.yaml, its mixtures, its quarantine and its tombstones.json. The latter records
-the step from which each sample was removed, whatever a list or a manifest says now. Each checkpoint
-that still exists records the data position at its step; if a plan disagrees with one, no result is
-given. Samples are found by shard and offset, so a run also shows up if it drew them from a source
-that was extended or reindexed after they were ingested.
+No log of samples is needed, and no data bytes are read: the steps of the run folder are planned
+again from its config.yaml, its mixtures, its quarantine and its tombstones.json. tombstones.json
+records the step from which each sample was removed; the current lists and manifests do not matter.
+Each checkpoint that still exists records the data position at its step; if a plan disagrees with
+one, there is no result but an error. Samples are found by shard and offset, so a run also shows up
+if it drew them from a source that was extended or reindexed after they were ingested.
 """
 
 import json
@@ -302,7 +302,7 @@ def _tombstones(run_dir: Path, config: Config, indices: Sequence[SourceIndex]) -
 def _quarantine(
     run_dir: Path, planner: Planner, states: Sequence[State]
 ) -> set[tuple[int, int, int]]:
-    """Quarantine the samples that the run did; return (step from 0, source, sample) of all faults.
+    """Repeat the run's quarantine in the planner; return (step from 0, source, sample) per fault.
 
     Args:
         states: the run's first state, which may inherit a quarantine, and its newest.
@@ -321,7 +321,7 @@ def _quarantine(
 
 
 def _history(run_dir: Path, planner: Planner) -> State:
-    """Return the state from mixtures.json of a run whose data changed mid-run; {} for the rest."""
+    """Return the mixture state from mixtures.json of a run whose data changed mid-run, else {}."""
     file = run_dir / RUN_MIXTURES
     noted = json.loads(file.read_text()) if file.is_file() else {"changes": []}
     if not noted["changes"]:

@@ -1,9 +1,9 @@
 """Time costs of the memory settings for a pass: recompute, FP8 storage, offload. Pure.
 
-Uses the sizes of the memory plan (`memory.kept`): tensors that are not kept are recomputed. Matrix
-products cost their operations at the rate of the passes. Norms, SwiGLU and FP8 codes cost the bytes
-that they read and write, at the speed of device memory. Offload copies overlap with compute, and a
-pass waits only for copies that take longer.
+Uses the sizes of the memory plan (`memory.kept`): tensors that are not kept are recomputed. The
+time of matrix products follows from their operations at the rate of the passes. The time of norms,
+SwiGLU and FP8 codes follows from the bytes that they read and write, at the speed of device memory.
+Offload copies overlap with compute, and a pass waits only for copies that take longer.
 """
 
 from collections import Counter

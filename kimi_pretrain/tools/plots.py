@@ -94,7 +94,7 @@ def losses_plot(
 
     Args:
         metrics: lines with "step", "loss_by_source", "loss_tokens_by_source" and the same two
-            by position; earlier lines without them are skipped.
+            by position; lines without them are skipped.
         heldout: lines of heldout.jsonl, with the same names.
 
     Raises:

@@ -53,7 +53,7 @@ class Prediction:
         moved: media tokens by the distance that they move in the hand-over.
         exchange_bytes: the most that one rank sends or receives, in one direction.
         memory_bytes: the most that the media use on one rank, activations and embeddings.
-        memory_rank: this rank.
+        memory_rank: the rank of `memory_bytes`.
     """
 
     step: int
@@ -80,7 +80,11 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Predictions:
-    """The first steps of a run, at least one; `notices`: samples that do not fit, and budgets."""
+    """The first steps of a run, at least one.
+
+    Attributes:
+        notices: samples that do not fit, by source, and the ends of budgets.
+    """
 
     config: Config
     steps: tuple[Prediction, ...]

@@ -1,4 +1,4 @@
-"""Searches the fastest layouts of a run's ranks that fit into memory: `plan --step --search`.
+"""Searches for the fastest layouts of a run's ranks that fit into memory: `plan --step --search`.
 
 Every layout that passes the configuration's checks is predicted over the same planned steps, like
 the run's own layout in `plan --step`. Layouts vary in pipeline (`layout.pp`, `vpp`, equal chunks),
@@ -106,7 +106,7 @@ class LayoutSearch:
 def search_layouts(
     config: Config, num_steps: int, traffic: Traffic, progress: Progress = lambda share, what: None
 ) -> LayoutSearch:
-    """Search the fastest layouts of the run's number of ranks under `train.memory_limit_gib`.
+    """Search for the fastest layouts of the run's ranks under `train.memory_limit_gib`.
 
     Args:
         num_steps: number of first steps of the run that are predicted for each layout.
@@ -309,7 +309,7 @@ class _Tried:
 
 
 def _lasting(config: Config, sizes: Sizes) -> Iterator[int]:
-    """Yield, for each stage, the bytes that a rank holds in every phase under any switches."""
+    """Yield, for each stage, a lower bound on a rank's bytes in every phase, for any switches."""
     item, trained = ITEMSIZE[config.train.dtype], "language_model" not in config.train.frozen
     for stage, state in zip(sizes.stages, sizes.state, strict=True):
         weights, (encoder, trained_encoder) = sum(stage), sizes.encoder
@@ -351,7 +351,7 @@ def _named(config: Config, changes: tuple[Change, ...]) -> str:
 
 
 def layouts(config: Config, left_out: LeftOut) -> Iterator[tuple[Change, ...]]:
-    """Yield the changes that turn the run's layout into each other layout of its ranks.
+    """Yield the changes that turn the run's layout into each candidate with as many ranks.
 
     Pipelines other than the run's have a power of two of stages and equal chunks. cp, tp and ep are
     powers of two, with ep ascending.
