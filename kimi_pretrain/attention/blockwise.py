@@ -1,16 +1,18 @@
-"""Attention that never holds a logit matrix, in plain torch: `train.attention: portable`.
+"""Attention in plain torch that never holds a full logit matrix: `train.attention: portable`.
 
-Queries go block by block, each block with all keys that any of its queries sees, so a softmax is
-of whole rows and needs no rescaling. For the backward pass it keeps queries, keys and values alone
-and computes the blocks again (FlashAttention, arXiv:2205.14135, section 3.1, which also cuts the
-keys). The room of the logits is constant up to 8,192 keys (`LOGITS` / `QUERIES`), then that of one
-head's block, 128 x the document; all else grows with the number of tokens.
+Queries are processed block by block, each block with all keys that any of its queries sees. Each
+softmax therefore covers whole rows and needs no rescaling. For the backward pass it keeps only
+queries, keys and values and recomputes the blocks (FlashAttention, arXiv:2205.14135, section 3.1,
+which also splits the keys). The memory for logits is constant up to 8,192 keys (`LOGITS` /
+`QUERIES`); beyond that it is one head's block, 128 x the document. All other memory grows linearly
+with the number of tokens.
 
-Neighbouring short documents share a block, hidden from each other by a mask: a row holds dozens,
-and one product each would be mostly overhead. A longer document is cut into blocks of its own.
+Adjacent short documents share a block and are hidden from each other by a mask: a row holds dozens
+of them, and a separate product for each would be mostly overhead. A longer document gets separate
+blocks.
 
-What is hidden has weight zero, and zero times NaN is NaN: a value that is NaN or infinite spreads
-to all queries of a block with its key, those of neighbouring documents, too.
+A hidden value has weight zero, but zero times NaN is NaN: a NaN or infinite value spreads to all
+queries of the blocks that contain its key, including queries of adjacent documents.
 
 Shape suffixes: Q queries of this rank, R tokens of the row, N heads, D query/key width, V value
 width, L queries of a block, K keys of a block.
@@ -29,24 +31,25 @@ from torch.autograd.function import once_differentiable
 from kimi_pretrain.attention.spans import KeySpans
 
 # Measured on CPU with documents of 10 to 8,192 tokens, widths 32/24 and 192/128: larger blocks
-# spend more on logits that are hidden, smaller ones more on the calls.
+# waste more time on hidden logits, smaller blocks spend more on calls.
 SHARED_QUERIES = 64
-"""Short documents share a block of up to so many queries."""
+"""Maximum number of queries in a block that short documents share."""
 QUERIES = 128
-"""Queries of a block of a longer document."""
+"""Number of queries in a block of a longer document."""
 LOGITS = 1 << 20
-"""Logits computed at a time, 4 MiB in fp32: a block's heads are divided, down to single ones."""
+"""Logits computed at a time, 4 MiB in fp32; a block's heads are split to stay near this number."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Neighbouring queries, and all keys that any of them sees.
+    """Consecutive queries, and all keys that any of them sees.
 
     Attributes:
-        queries: place among the rank's queries.
-        keys: place in the row.
-        shown: of these keys, how many every query sees; they come first.
-        hidden_LK: which of the other keys a query does not see, bool [queries, keys - shown].
+        queries: positions among the rank's queries.
+        keys: positions in the row.
+        shown: number of leading keys that every query sees.
+        hidden_LK: True where a query does not see one of the other keys, bool
+            [queries, keys - shown].
     """
 
     queries: slice
@@ -63,15 +66,16 @@ class Block:
 
 
 def blocks_of(spans: KeySpans, device: torch.device) -> list[Block]:
-    """Cut a rank's queries into blocks, in order; every query is in one."""
-    # Blocks of one document differ in their size alone, as long as their queries are consecutive.
+    """Split a rank's queries into blocks, in order; every query is in exactly one block."""
+    # Blocks inside one document only differ in size, because their queries are consecutive. So
+    # blocks of one size share a mask.
     diagonal: dict[int, Tensor] = {}
     blocks = []
     for begin, end in _runs(spans):
         first_L, last_L = spans.first_Q[begin:end], spans.last_Q[begin:end]
         assert last_L[-1] - last_L[0] == end - begin - 1  # consecutive; see `diagonal`
         keys = slice(int(first_L[0]), int(last_L[-1]) + 1)
-        if first_L[-1] == first_L[0]:  # causal is enough
+        if first_L[-1] == first_L[0]:  # one document: a causal mask suffices
             shown = int(last_L[0]) + 1 - keys.start
             if end - begin not in diagonal:
                 diagonal[end - begin] = _hidden(first_L, last_L, keys, shown, device)
@@ -93,7 +97,8 @@ def _hidden(
 def _runs(spans: KeySpans) -> Iterator[tuple[int, int]]:
     """Yield the queries [begin, end) of each block."""
     first_Q, last_Q = spans.first_Q, spans.last_Q
-    follows_Q = np.diff(last_Q) == 1  # in the row, too: not where the next chunk begins
+    # Consecutive in the row, too; False where the rank's next context-parallel chunk begins.
+    follows_Q = np.diff(last_Q) == 1
     cuts = np.flatnonzero((np.diff(first_Q) != 0) | ~follows_Q) + 1
     shared: tuple[int, int] | None = None  # an unfinished block of short documents
     for begin, end in pairwise([0, *cuts.tolist(), len(first_Q)]):
@@ -116,15 +121,15 @@ def _runs(spans: KeySpans) -> Iterator[tuple[int, int]]:
 def block_attention(
     q_QND: Tensor, k_RND: Tensor, v_RNV: Tensor, blocks: list[Block], scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Causal softmax attention inside each segment; all arithmetic in fp32 (fp64 for fp64).
+    """Compute causal softmax attention inside each segment, in fp32 (fp64 for fp64 inputs).
 
-    Rounded to bf16, logits near QK-Clip's threshold of 100 would come in steps of a half.
+    In bf16, logits near QK-Clip's threshold of 100 would be rounded to steps of 0.5.
 
     Args:
         q_QND: [this rank's tokens, heads, qk dim].
         k_RND, v_RNV: [tokens of the row, heads, qk dim or v dim], in the row's order.
         blocks: from `blocks_of`.
-        scale: of the logits, before the softmax.
+        scale: factor of the logits before the softmax.
 
     Returns:
         output [this rank's tokens, heads, v dim] in the type of the values, and the largest
@@ -134,7 +139,7 @@ def block_attention(
 
 
 class _BlockAttention(torch.autograd.Function):
-    """Keeps its inputs alone; a block's softmax comes out of the same operations both times."""
+    """Saves its inputs only; both passes compute a block's softmax with the same operations."""
 
     @staticmethod
     def forward(
@@ -195,9 +200,10 @@ def _logits(q_NLD: Tensor, k_NKD: Tensor, block: Block, scale: float) -> Tensor:
 def whole_attention(
     q_QND: Tensor, k_RND: Tensor, v_RNV: Tensor, spans: KeySpans, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the same from one matrix of logits: the twin that tests compare with.
+    """Return the result of `block_attention` from one full logit matrix: the reference of tests.
 
-    fp32 logits, as `block_attention`; probabilities are rounded to the type of the values.
+    The logits are fp32, as in `block_attention`; probabilities are rounded to the type of the
+    values.
     """
     wide, key_R = _wide(q_QND), torch.arange(spans.num_keys, device=q_QND.device)
     first_Q, last_Q = (

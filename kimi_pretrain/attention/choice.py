@@ -1,6 +1,6 @@
-"""Which attention a run takes (`train.attention`), and whether this process can run it.
+"""Selects a run's attention (`train.attention`) and checks that this process can run it.
 
-Nothing here loads torch before a run asks for an attention that needs a GPU.
+Torch is only imported if the setting needs a GPU or may need one (`auto`).
 """
 
 import os
@@ -18,30 +18,30 @@ from kimi_pretrain.config import Config, ConfigError
 Kind = Literal["portable", "flex", "transformer_engine"]
 
 TE_MINIMUM = "2.17"
-"""Transformer Engine from here on says itself what its kernels need for the maxima."""
+"""First version of Transformer Engine that checks the requirements of its kernels for maxima."""
 CUDNN_MINIMUM = 92100
-"""cuDNN 9.21: before, its kernels gave no maxima beside the output of a training step."""
+"""cuDNN 9.21, the first version whose kernels return maxima in addition to the training output."""
 INSTEAD = "set train.attention=portable"
 
 
 def kind_of(config: Config) -> Kind:
-    """Return the attention of this process; `auto` is flex on a GPU, in bfloat16."""
+    """Return the attention of this process; `auto` means flex on a GPU in bfloat16."""
     train = config.train
     if train.attention != "auto":
         return train.attention
-    # FlexAttention's kernels have no float64, and in float32 none has been compared on a GPU yet.
+    # FlexAttention's kernels have no float64, and their float32 results are untested on a GPU.
     return "flex" if train.dtype == "bfloat16" and Host.here().cuda else "portable"
 
 
 def check_kind(config: Config, *, explicit: bool = False) -> None:
-    """Refuse an attention that cannot run here, before anything is opened.
+    """Raise if the run's attention cannot run here, before anything is opened.
 
     Args:
         config: of the run.
-        explicit: leave `auto` to the processes of the run: this one may be on another machine.
+        explicit: do not check `auto`, because the run's processes may be on another machine.
 
     Raises:
-        ConfigError: says what is missing, and what to do.
+        ConfigError: names the missing requirement and the remedy.
     """
     if explicit and config.train.attention == "auto":
         return
@@ -56,18 +56,18 @@ def check_kind(config: Config, *, explicit: bool = False) -> None:
 
 @dataclass(frozen=True)
 class Host:
-    """What this process finds.
+    """Hardware and software that this process can use.
 
     Attributes:
-        cuda: whether there is a CUDA device.
-        torch: torch's version.
-        maxima: whether its FlexAttention can hand over the largest logits.
-        triton: whether Triton is there, which compiles them.
-        compiler: the C compiler that Triton takes for its launchers, or None.
+        cuda: True if there is a CUDA device.
+        torch: version of torch.
+        maxima: True if torch's FlexAttention can return the largest logits.
+        triton: True if Triton is installed, which compiles the kernels.
+        compiler: the C compiler that Triton uses for its launchers, or None.
         transformer_engine: version, or None.
-        transformer_engine_torch: version of its half for torch, a package of its own, or None.
-        cudnn: as torch reports it, 92100 for 9.21.0; None: there is none.
-        environment: of the process.
+        transformer_engine_torch: version of the separate package with its torch part, or None.
+        cudnn: version as torch reports it, 92100 for 9.21.0; None if there is none.
+        environment: environment variables of the process.
     """
 
     cuda: bool
@@ -82,7 +82,7 @@ class Host:
 
     @classmethod
     def here(cls) -> "Host":
-        """Look."""
+        """Inspect this process and return the result."""
         import torch
 
         try:
@@ -110,7 +110,7 @@ def _version(package: str) -> str | None:
 
 
 def _compiler() -> str | None:
-    """Return what Triton's runtime/build.py would take: CC alone where it is set."""
+    """Return the compiler that Triton's runtime/build.py would use: only CC if it is set."""
     asked = os.environ.get("CC")
     names = ("gcc", "clang") if asked is None else (asked,)
     return next(filter(None, map(shutil.which, names)), None)
@@ -119,7 +119,7 @@ def _compiler() -> str | None:
 def _transformer_engine_torch() -> str | None:
     if (found := _version("transformer-engine-torch")) is not None:
         return found
-    # Built from its repository, as in NVIDIA's containers, it is one package with the extension.
+    # A build from the repository, as in NVIDIA's containers, contains the extension itself.
     try:
         whole = distribution("transformer-engine")
     except PackageNotFoundError:
@@ -129,7 +129,7 @@ def _transformer_engine_torch() -> str | None:
 
 
 def flex_problem(host: Host) -> str | None:
-    """Return why FlexAttention cannot run, or None."""
+    """Return the reason why FlexAttention cannot run, or None."""
     if not host.cuda:
         return f"needs a CUDA device, and there is none; {INSTEAD}"
     if not host.maxima:
@@ -151,7 +151,7 @@ def flex_problem(host: Host) -> str | None:
 
 
 def transformer_engine_problem(host: Host) -> str | None:
-    """Return why Transformer Engine's attention cannot run, or None."""
+    """Return the reason why Transformer Engine's attention cannot run, or None."""
     found = host.transformer_engine
     if not host.cuda:
         # Do not say how to install it: without CUDA it breaks Megatron-Core's import.

@@ -1,14 +1,15 @@
 """Attention by torch's FlexAttention on CUDA: `train.attention: flex`.
 
-One fused Triton kernel, compiled on first use (arXiv:2412.05496): no logit matrix, keys skipped a
-block at a time, values narrower than queries without padding, and the largest logit of each query
-comes out beside the output (`AuxRequest.max_scores`). Its backward pass uses no atomics.
+It is one fused Triton kernel, compiled on first use (arXiv:2412.05496). It holds no logit matrix,
+skips hidden keys by blocks and takes values narrower than queries without padding. Next to the
+output it returns the largest logit of each query (`AuxRequest.max_scores`). Its backward pass uses
+no atomics.
 
-Which blocks of 128 x 128 logits hold something is computed from the spans, once a microbatch;
-`create_block_mask` would look at every pair of the row.
+The non-empty blocks of 128 x 128 logits are computed from the spans once per microbatch;
+`create_block_mask` would inspect every pair of the row.
 
-Torch's public function refuses maxima and gradients on a CPU, but its operator computes both there,
-as one masked matrix: `eager_kernel`, with which tests run all of this but the Triton code.
+Torch's public function refuses maxima and gradients on a CPU, but its operator computes both there
+with a full masked matrix. Tests use it as `eager_kernel` to run everything but the Triton code.
 
 Shape suffixes as in `blockwise`; I blocks of queries, J blocks of keys.
 """
@@ -29,17 +30,17 @@ from kimi_pretrain.attention.spans import KeySpans
 BLOCK = 128
 
 Kernel = Callable[[Tensor, Tensor, Tensor, BlockMask, float], tuple[Tensor, Tensor]]
-"""Takes q, k, v [1, heads, tokens, dim], the mask and the scale; gives the output
+"""Takes q, k, v [1, heads, tokens, dim], the mask and the scale; returns the output
 [1, heads, queries, v dim] and the largest logits [1, heads, queries]."""
 
 
 def block_mask(spans: KeySpans, device: torch.device, block: int = BLOCK) -> BlockMask:
-    """Return what `create_block_mask` would, from the borders alone.
+    """Return the result of `create_block_mask`, computed from the spans only.
 
     Args:
-        spans: what each query sees.
+        spans: keys that each query sees.
         device: of the attention.
-        block: queries, and keys, of a block.
+        block: number of queries, and of keys, in a block.
     """
     some_IJ, whole_IJ = _blocks(spans, block)
     first_Q, last_Q = (
@@ -59,11 +60,11 @@ def block_mask(spans: KeySpans, device: torch.device, block: int = BLOCK) -> Blo
 
 
 def _blocks(spans: KeySpans, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return in which blocks some query sees some key, and in which all see all; bool [I, J]."""
+    """Return which blocks are at least partly visible, and which fully; bool [I, J] each."""
     queries, keys = len(spans.first_Q), spans.num_keys
     first_J = np.arange(0, keys, block)
     starts = np.arange(0, queries, block)
-    # A query sees one run of blocks: +1 where it begins and -1 behind its end, summed up.
+    # A query sees one run of blocks: add +1 at its begin and -1 after its end, then cumsum.
     change = np.zeros((len(starts), len(first_J) + 1), dtype=np.int64)
     block_Q = np.arange(queries) // block
     np.add.at(change, (block_Q, spans.first_Q // block), 1)
@@ -72,12 +73,12 @@ def _blocks(spans: KeySpans, block: int) -> tuple[np.ndarray, np.ndarray]:
     whole_IJ = (np.maximum.reduceat(spans.first_Q, starts)[:, None] <= first_J) & (
         np.minimum.reduceat(spans.last_Q, starts)[:, None] >= first_J + block - 1
     )
-    whole_IJ[queries // block :] = False  # a last block that is not full of queries
+    whole_IJ[queries // block :] = False  # a partial last block of queries
     return some_IJ, whole_IJ
 
 
 def _ordered(blocks_IJ: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return how many blocks of keys each block of queries has, and their numbers, first."""
+    """Return the number of key blocks per query block, and the block indices with these first."""
     number_I = blocks_IJ.sum(1, dtype=np.int32)
     index_IJ = np.argsort(~blocks_IJ, axis=1, kind="stable").astype(np.int32)
     number, index = (torch.from_numpy(x)[None, None].to(device) for x in (number_I, index_IJ))
@@ -92,14 +93,14 @@ def flex_attention(
     scale: float,
     kernel: Kernel | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of `blockwise.block_attention`'s kind, the same shapes.
+    """Compute the attention of `blockwise.block_attention`, with the same shapes.
 
     Args:
         q_QND: [this rank's tokens, heads, qk dim].
         k_RND, v_RNV: [tokens of the row, heads, qk dim or v dim], in the row's order.
         mask: from `block_mask`.
-        scale: of the logits, before the softmax.
-        kernel: by default the compiled one.
+        scale: factor of the logits before the softmax.
+        kernel: by default the compiled kernel.
 
     Returns:
         output [this rank's tokens, heads, v dim], and the largest softmax input of each head and
@@ -114,7 +115,7 @@ def flex_attention(
 def fused_kernel(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The compiled kernel; CUDA alone."""
+    """Run the compiled kernel; CUDA only."""
     out, aux = _compiled()(
         q, k, v, block_mask=mask, scale=scale, return_aux=torch_flex.AuxRequest(max_scores=True)
     )
@@ -123,16 +124,16 @@ def fused_kernel(
 
 @cache
 def _compiled() -> Callable[..., Any]:
-    # Static: a run has one shape, an evaluation perhaps another. Each combination of shape, type
-    # and grad mode is a kernel; torch compiles 8 (torch._dynamo.config.recompile_limit), and with
-    # `fullgraph` the ninth is an error rather than whole matrices, silently.
+    # Static shapes: a run has one shape, an evaluation perhaps another. Each combination of shape,
+    # dtype and grad mode compiles a kernel, up to 8 (torch._dynamo.config.recompile_limit). With
+    # `fullgraph` the ninth is an error instead of a silent fallback to full matrices.
     return torch.compile(torch_flex.flex_attention, dynamic=False, fullgraph=True)
 
 
 def eager_kernel(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The operator below torch's function, not compiled: on any device, whole matrices."""
+    """Run the operator behind torch's function uncompiled: full matrices, on any device."""
     from torch._higher_order_ops.flex_attention import flex_attention as operator
 
     options = {
@@ -141,4 +142,4 @@ def eager_kernel(
         "OUTPUT_MAX": True,
     }  # fmt: skip
     out, _, max_scores = operator(q, k, v, torch_flex._identity, mask.as_tuple(), scale, options)
-    return out, max_scores * math.log(2)  # the operator's are of powers of two
+    return out, max_scores * math.log(2)  # the operator returns them in base 2

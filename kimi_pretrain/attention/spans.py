@@ -1,8 +1,8 @@
-"""Which keys each query of a rank sees: causal attention inside packed documents, as two numbers.
+"""Key spans: the first and last key that each query sees under causal attention in packed rows.
 
-A query sees the keys of its own segment up to its own place: one run of the row. Under context
-parallelism a rank's queries are those of its own tokens, its keys and values those of the whole
-row, in the row's order.
+A query sees the keys of its own segment up to its own position: one contiguous run of the row.
+Under context parallelism a rank has the queries of its own tokens, and the keys and values of the
+whole row, in row order.
 
 Shape suffixes: Q queries of this rank, R tokens of the row.
 """
@@ -19,13 +19,14 @@ from kimi_pretrain.parallel.sequence import SequenceParts
 
 @dataclass(frozen=True)
 class KeySpans:
-    """For each query the run of keys that it sees.
+    """The run of keys that each query sees.
 
     Attributes:
-        first_Q, last_Q: of these keys, both included, places in the row, int64; `last_Q` is the
-            query's own place.
-        counted_Q: whether it belongs to a document, not to the padding at the end of a row; bool.
-        num_keys: tokens of the row.
+        first_Q, last_Q: positions of its first and last key in the row, inclusive, int64; `last_Q`
+            is the query's own position.
+        counted_Q: True if the query belongs to a document, False for padding at the end of a row;
+            bool.
+        num_keys: number of tokens in the row.
     """
 
     first_Q: NDArray[np.int64]
@@ -41,13 +42,13 @@ class KeySpans:
         shared: SequenceParts | None = None,
         cp_rank: int = 0,
     ) -> "KeySpans":
-        """Build from segment borders.
+        """Return the spans for segment borders.
 
         Args:
             cu_seqlens: segment borders in the row, from 0 to the number of tokens.
             is_document: for each segment, False for the padding at the end of a row.
-            shared: which context-parallel rank holds which tokens; by default one holds all.
-            cp_rank: this one.
+            shared: assignment of tokens to context-parallel ranks; by default one rank holds all.
+            cp_rank: this context-parallel rank.
         """
         shared = shared or SequenceParts(cu_seqlens[-1])
         lengths, places_Q = np.diff(cu_seqlens), shared.positions_cp(cp_rank)
@@ -61,7 +62,7 @@ class KeySpans:
 
 
 def largest(max_NQ: Tensor, counted_Q: Tensor) -> Tensor:
-    """Return the largest logit of each head over the queries that count, [heads]; -inf of none.
+    """Return the largest logit of each head over the counted queries, [heads]; -inf without any.
 
     Args:
         max_NQ: largest logit of each head and query, [heads, queries].

@@ -1,6 +1,7 @@
-"""What the backward pass needs, and how it waits: kept, recomputed, in FP8, or in host memory.
+"""Policies for saved activations: keep, recompute, store in FP8, or offload to host memory.
 
-`saved` is the one policy over saved tensors, `fp8_tiles` and `host_memory` are what it may do with
-them, `pointwise` has the functions that save their inputs alone. Plain torch: the engine's modules
-are given a policy, and nothing here knows of them. docs/MEMORY.md explains the settings.
+`saved` holds the policy over saved tensors; `fp8_tiles` and `host_memory` implement two of its
+options, and `pointwise` has functions that save only their inputs. All of it is plain torch: the
+engine's modules receive a policy, and nothing here depends on them. docs/MEMORY.md explains the
+settings.
 """

@@ -1,17 +1,18 @@
-"""Saved tensors in host memory, group by group, brought back one group ahead of the backward pass.
+"""Offloads saved tensors to host memory by group and prefetches them for the backward pass.
 
-A group is what one layer saves in the forward pass of one microbatch. When a storage is saved, its
-copy to the host starts; the storage itself is let go two groups later, so that copies run beside
-the next layer's work. When a group is needed, its own storages come back, and the copy of the group
-after it starts: in the order in which the last step needed them, which a schedule repeats (in the
-first step: the group before). Whatever the order, what is needed is brought; only the time at which
-its copy starts is a guess.
+A group holds the tensors that one layer saves in the forward pass of one microbatch. When a storage
+is saved, its copy to the host starts. The storage is released two groups later, so that the copies
+overlap with the next layer's compute. When the backward pass needs a group, its storages are loaded
+and the copy of the next group starts. The prefetch order is the order in which the last step needed
+the groups, because a schedule repeats it (in the first step: the previous group). A wrong guess
+only delays a copy: needed data are always loaded.
 
-On CUDA there is one stream for each direction, so that neither waits for the other nor for work;
-the host's memory is pinned. Without CUDA the same happens with plain copies.
+On CUDA there is one stream for each direction, so that neither waits for the other nor for compute;
+host memory is pinned. Without CUDA the same happens with plain copies.
 
-Host memory is slabs of one size, used one after the other; a storage may lie in several. They go
-back into the pool with the last storage in them, so the pool hardly grows after the first steps.
+Host memory consists of slabs of one size that are filled one after the other; a storage may span
+several. A slab returns to the pool with its last storage, so the pool hardly grows after the first
+steps.
 """
 
 import weakref
@@ -33,9 +34,9 @@ class Slab:
 
     Attributes:
         memory: uint8 [size].
-        used: bytes that are taken, from the beginning.
-        pieces: parts of them whose storage is still needed.
-        read: when the last copy from it to the device is done.
+        used: number of used bytes, counted from the beginning.
+        pieces: number of pieces whose storage is still needed.
+        read: event at the end of the last copy from the slab to the device.
     """
 
     memory: Tensor
@@ -46,10 +47,10 @@ class Slab:
 
 @dataclass(frozen=True)
 class Piece:
-    """Room for some bytes of a storage, from `start` to `end`.
+    """Host memory for the bytes from `start` to `end` of a storage.
 
     Attributes:
-        memory: of the slab, uint8 [end - start].
+        memory: view of the slab, uint8 [end - start].
     """
 
     slab: Slab
@@ -58,20 +59,20 @@ class Piece:
     end: int
 
     def of(self, storage: Tensor) -> Tensor:
-        """Return these bytes of a storage, a view: itself where the room is for all of it."""
+        """Return a view of these bytes of a storage; the storage itself if the piece covers it."""
         whole = len(self.memory) == len(storage)
         return storage if whole else storage[self.start : self.end]
 
 
 class Copies:
-    """Copies between device and host that are done when the call returns: there are no events."""
+    """Synchronous copies between device and host: they need no events."""
 
     def slab(self, size: int) -> Tensor:
         """Return new host memory, uint8 [size]."""
         return torch.empty(size, dtype=torch.uint8)
 
     def out(self, source: Tensor, pieces: list[Piece]) -> torch.cuda.Event | None:
-        """Start the copy of a storage's bytes to the host; return the event of its end."""
+        """Start the copy of a storage's bytes to the host; return the event at its end."""
         for piece in pieces:
             piece.memory.copy_(piece.of(source))
         return None
@@ -79,10 +80,10 @@ class Copies:
     def back(
         self, size: int, pieces: list[Piece], written: torch.cuda.Event | None
     ) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Start the copy of pieces into new bytes on the device, once `written` has come.
+        """Start the copy of pieces into new device memory, after the event `written`.
 
         Returns:
-            the bytes, uint8 [size], and the event of the copy's end.
+            the bytes, uint8 [size], and the event at the end of the copy.
         """
         target = torch.empty(size, dtype=torch.uint8)
         for piece in pieces:
@@ -90,13 +91,13 @@ class Copies:
         return target, None
 
     def wait(self, event: torch.cuda.Event | None, *used: Tensor) -> None:
-        """Let all work that is issued from now on wait for an event; it will use these tensors."""
+        """Make work issued from now on wait for an event; this work uses the given tensors."""
 
 
 class StreamCopies(Copies):
-    """Copies on two streams of a CUDA device, beside its work.
+    """Copies on two streams of a CUDA device, concurrent with its compute.
 
-    Not run by us: there was no CUDA device.
+    Untested on a GPU, because none was available.
     """
 
     def __init__(self, device: torch.device):
@@ -112,7 +113,7 @@ class StreamCopies(Copies):
         self._outward.wait_event(_recorded(torch.cuda.current_stream(self._device)))
         with torch.cuda.stream(self._outward):
             for piece in pieces:
-                if piece.slab.read is not None:  # what lay there before may still be on its way
+                if piece.slab.read is not None:  # a copy of the slab's old data may still run
                     self._outward.wait_event(piece.slab.read)
                 piece.memory.copy_(piece.of(source), non_blocking=True)
         return _recorded(self._outward)
@@ -120,7 +121,7 @@ class StreamCopies(Copies):
     def back(
         self, size: int, pieces: list[Piece], written: torch.cuda.Event | None
     ) -> tuple[Tensor, torch.cuda.Event]:
-        """See `Copies.back`. Memory is taken on the copying stream: there it has no older use."""
+        """See `Copies.back`. Allocates on the copying stream, so that no earlier use is pending."""
         assert written is not None
         self._inward.wait_event(written)
         with torch.cuda.stream(self._inward):
@@ -142,25 +143,25 @@ class StreamCopies(Copies):
 
 
 class Pool:
-    """Slabs of host memory: some in use, the rest free.
+    """Pool of slabs of host memory.
 
     Args:
-        copies: makes their memory.
-        slab_bytes: the size of each.
+        copies: allocates their memory.
+        slab_bytes: size of each slab.
     """
 
     def __init__(self, copies: Copies, slab_bytes: int):
         self._copies, self._slab_bytes = copies, slab_bytes
         self._free: deque[Slab] = deque()
         self._open: Slab | None = None
-        self._returned: deque[list[Piece]] = deque()  # not yet taken back
+        self._returned: deque[list[Piece]] = deque()  # given back, not yet processed
         self.slabs = 0
 
     def take(self, size: int) -> list[Piece]:
-        """Return room for a storage of so many bytes.
+        """Return host memory for a storage of `size` bytes.
 
         Raises:
-            ValueError: the host has not so much memory left.
+            ValueError: the host does not have enough memory left.
         """
         while self._returned:
             self._take_back(self._returned.popleft())
@@ -175,15 +176,15 @@ class Pool:
                 slab.used += length
                 slab.pieces += 1
                 start += length
-        except BaseException:  # a storage that is only in part there is of no use
+        except BaseException:  # a partial allocation is of no use
             self.give_back(pieces)
             raise
         return pieces
 
     def give_back(self, pieces: list[Piece]) -> None:
-        """Say that what `take` gave is needed no more; the next `take` may use it.
+        """Return pieces from `take` that are no longer needed; the next `take` may reuse them.
 
-        The garbage collector may call this at any point of any method, so it appends and no more.
+        The garbage collector may call this at any point of any method, so it only appends.
         """
         self._returned.append(pieces)
 
@@ -220,15 +221,15 @@ class Pool:
 
 
 class Copy:
-    """A storage in host memory, for all saved views of it; brought back once for all of them."""
+    """A storage in host memory, shared by all its saved views and loaded once for all of them."""
 
     def __init__(self, tensor: Tensor, group: "Group", copies: Copies, pool: Pool):
         storage = tensor.untyped_storage()
         self.nbytes, self.group, self.version = storage.nbytes(), group, tensor._version
         self._copies, self._pool = copies, pool
-        self._pieces: list[Piece] = []  # if there is no room, nothing has to be given back
+        self._pieces: list[Piece] = []  # for __del__, if `take` raises
         self._pieces = pool.take(self.nbytes)
-        # Held while it is copied: memory that is let go may be written to.
+        # Held during the copy, because released memory may be overwritten.
         self._original: Tensor | None = tensor.detach()
         self._back: tuple[Tensor, torch.cuda.Event | None] | None = None
         self._written = copies.out(_bytes_of(storage), self._pieces)
@@ -237,20 +238,20 @@ class Copy:
         self._pool.give_back(self._pieces)
 
     def let_go(self) -> None:
-        """Let the storage on the device go, once it is copied.
+        """Release the storage on the device after its copy.
 
         Raises:
-            RuntimeError: it was written to since it was saved.
+            RuntimeError: it was modified since it was saved.
         """
         if self._original is not None:
             self._check()
-            # As a user of the storage: it may belong to another stream (that of an exchange), which
-            # would hand its memory on at once, while it is still being copied.
+            # Record the current stream as a user of the storage. The storage may belong to another
+            # stream (that of an exchange), which could reuse the memory during the copy.
             self._copies.wait(self._written, self._original)
             self._original = None
 
     def load(self) -> None:
-        """Start to bring the storage back, unless it is on the device."""
+        """Start to load the storage, unless it is on the device."""
         if self._original is None and self._back is None:
             self._back = self._copies.back(self.nbytes, self._pieces, self._written)
 
@@ -268,7 +269,7 @@ class Copy:
 
     @property
     def bytes_on_device(self) -> int:
-        """Bytes on the device: the storage before it is let go, or after it is brought back."""
+        """Bytes on the device: not 0 before the storage is released and after it is loaded."""
         return self.nbytes if self._original is not None or self._back is not None else 0
 
     def _check(self) -> None:
@@ -297,20 +298,20 @@ class FromHost:
 
 @dataclass(eq=False)
 class Group:
-    """What one layer saves in the forward pass of one microbatch."""
+    """The tensors that one layer saves in the forward pass of one microbatch."""
 
     number: int
     home: "HostMemory"
     copies: list[weakref.ref[Copy]] = field(default_factory=list)
-    expected: bool = False  # needed next, so that what is still on the device stays
+    expected: bool = False  # needed next, so storages still on the device stay there
     was_needed: bool = False
 
     def alive(self) -> list[Copy]:
-        """Return the copies that the backward pass has not been over yet."""
+        """Return the copies that the backward pass has not consumed yet."""
         return [copy for ref in self.copies if (copy := ref()) is not None]
 
     def needed(self) -> None:
-        """At the first call start the copies of this group and of the one after it."""
+        """Start to load this group and the next one; only the first call has an effect."""
         if not self.was_needed:
             self.was_needed = True
             self.home.load_from(self)
@@ -320,12 +321,12 @@ class HostMemory:
     """Moves saved tensors of a device to host memory and back.
 
     Args:
-        device: of the tensors; its own memory is meant, so "cpu" copies from host to host.
-        least_bytes: smaller storages stay.
+        device: of the tensors; "cpu" copies from host memory to host memory.
+        least_bytes: smaller storages stay on the device.
         slab_bytes: see `Pool`.
 
     Attributes:
-        late: groups of this step whose copies started only when they were needed.
+        late: number of groups in this step whose loads started only when they were needed.
     """
 
     def __init__(self, device: torch.device, least_bytes: int, slab_bytes: int = SLAB_BYTES):
@@ -333,25 +334,26 @@ class HostMemory:
         self._copies = StreamCopies(device) if device.type == "cuda" else Copies()
         self.pool = Pool(self._copies, slab_bytes)
         self._groups: list[Group] = []
-        self._order: list[int] = []  # groups of this step as they were needed
-        self._next: dict[int, int] = {}  # of the last step: group -> the one needed after it
-        self._first: tuple[int, int] | None = None  # the same: last group opened before the first
+        self._order: list[int] = []  # groups of this step in the order of their use
+        self._next: dict[int, int] = {}  # in the last step: group -> group needed after it
+        # In the last step: the last group opened before the first use, and the group used first.
+        self._first: tuple[int, int] | None = None
         self._opened_before = 0
         self._all: weakref.WeakSet[Copy] = weakref.WeakSet()
         self.late = 0
 
     def begin_step(self) -> None:
-        """Number groups from 0 again; the order of the last step is the guess for this one."""
+        """Restart group numbers at 0; the order of the last step becomes the prefetch order."""
         if self._order:
             self._next = dict(pairwise(self._order))
             self._first = self._opened_before, self._order[0]
         self._groups, self._order, self.late = [], [], 0
 
     def open_group(self) -> None:
-        """What is saved from now on is another layer's.
+        """Begin a new group for the tensors that the next layer saves.
 
         Raises:
-            RuntimeError: a tensor was written to since it was saved.
+            RuntimeError: a tensor was modified since it was saved.
         """
         if len(self._groups) >= 2 and not self._groups[-2].expected:
             for copy in self._groups[-2].alive():
@@ -361,7 +363,7 @@ class HostMemory:
             self._load(self._first[1])
 
     def keep(self, tensor: Tensor) -> FromHost | None:
-        """Return what takes the place of a saved tensor; None for one that stays."""
+        """Return the replacement for a saved tensor; None if it stays on the device."""
         storage = tensor.untyped_storage()
         if (
             not self._groups
@@ -370,7 +372,7 @@ class HostMemory:
             or storage.nbytes() < self._least
         ):
             return None
-        # Weak: once the last saved view is gone, so is the copy.
+        # A weak reference, so that the copy dies with the last saved view.
         ref = getattr(storage, "copy_on_host", None)
         copy = ref() if ref is not None else None
         if copy is None or copy.version != tensor._version:
@@ -382,7 +384,7 @@ class HostMemory:
         return FromHost(copy, tensor)
 
     def load_from(self, group: Group) -> None:
-        """Start the copies of a group that is needed now, and of the next."""
+        """Start to load a group that is needed now, and the group expected next."""
         if not self._order:
             self._opened_before = len(self._groups) - 1
         self._order.append(group.number)
@@ -399,7 +401,7 @@ class HostMemory:
                 copy.load()
 
     def bytes_by_kind(self) -> dict[str, int]:
-        """Return the bytes that are held: "host", and "moving", copies of these on the device."""
+        """Return the bytes held: "host" in host memory, "moving" on the device at the same time."""
         copies = list(self._all)
         found = {
             "host": sum(copy.nbytes for copy in copies),
@@ -409,7 +411,7 @@ class HostMemory:
 
 
 def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """Return an event that comes once what the stream has to do by now is done."""
+    """Return an event recorded after all work issued to the stream so far."""
     event = torch.cuda.Event()
     event.record(stream)
     return event

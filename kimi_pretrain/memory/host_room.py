@@ -1,9 +1,9 @@
-"""How much more memory this machine gives its processes: what is free, within its cgroups' limits.
+"""Measures the memory that processes of this machine can still use, within cgroup limits.
 
-A container or a SLURM job may use less than the machine has. Linux puts that limit on a control
-group: `memory.max` of version 2, `memory.limit_in_bytes` of version 1, on the process's own group
-or any above it. In a container the path in `/proc/self/cgroup` may be the host's while the files
-are those of the container, so whatever exists on the way to the root counts.
+A container or a SLURM job may use less than the machine has. Linux sets that limit on a control
+group: `memory.max` in version 2, `memory.limit_in_bytes` in version 1, on the process's own group
+or any of its ancestors. In a container, `/proc/self/cgroup` may show the path on the host while the
+mounted files are the container's, so every existing folder on the path to the root counts.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-# Limit, use, and what of that use gives way to a process: cached pages of files, and their names.
+# Files with the limit and the use, and the reclaimable parts of the use: file cache and slabs.
 _VERSION_2 = (
     "memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable"),
 )  # fmt: skip
@@ -23,7 +23,7 @@ _VERSION_1 = (
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes that processes of this machine can still have, and what bounds them, for messages."""
+    """Bytes that processes of this machine can still allocate, and the name of the bound."""
 
     size: int
     bound: str
@@ -32,11 +32,11 @@ class Room:
 def host_room(
     groups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> Room:
-    """Return the least of what is available on this machine and in each of our control groups.
+    """Return the minimum of the memory available on this machine and in its control groups.
 
     Args:
-        groups: where control groups are mounted.
-        membership: the file that names this process's groups.
+        groups: mount point of the control groups.
+        membership: file that names this process's groups.
     """
     rooms = [Room(psutil.virtual_memory().available, "the available memory of this machine")]
     return min((*rooms, *_rooms(groups, membership)), key=lambda room: room.size)
@@ -58,14 +58,14 @@ def _rooms(groups: Path, membership: Path) -> Iterator[Room]:
 
 
 def _room_in(folder: Path, limit: str, used: str, cached: tuple[str, ...]) -> Iterator[Room]:
-    """Yield what a control group leaves, if it has a limit."""
+    """Yield the memory left in a control group, if it has a limit."""
     try:
         most = (folder / limit).read_text().strip()
         if most == "max":
             return
         size = int(most) - int((folder / used).read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except OSError:  # a group of another container, the root of version 2, or not for us to read
+    except OSError:  # a group of another container, the root of version 2, or no permission
         return
     size += sum(int(stat.get(kind, 0)) for kind in cached)
     yield Room(max(0, size), f"{folder / limit} ({int(most):,} bytes)")

@@ -1,9 +1,10 @@
-"""Bytes that one microbatch leaves on a rank for its backward pass, by kind, from shapes. Pure.
+"""Counts the bytes that a rank keeps of a microbatch for its backward pass, from shapes. Pure.
 
-One term for each tensor that autograd keeps, under the policy of `train.recompute` and
-`train.fp8_storage`; docs/MEMORY.md has the table. Without tensor parallelism they are what is alive
-after a forward pass, to the byte: a test compares. With it a rank keeps its share, in the same
-terms. Routed tokens are those of an even load of experts: a rank that gets more keeps more.
+There is one term for each tensor that autograd keeps under the policy of `train.recompute` and
+`train.fp8_storage`; docs/MEMORY.md has the table. Without tensor parallelism the sum equals the
+memory alive after a forward pass, to the byte; a test checks this. With tensor parallelism a rank
+keeps its share, in the same terms. Routed tokens assume an even expert load: a rank that receives
+more keeps more.
 """
 
 from collections.abc import Iterator
@@ -12,22 +13,23 @@ from dataclasses import dataclass
 from kimi_pretrain.config import ITEMSIZE, Config
 
 ROW_HEADS = 4
-"""Heads whose keys and values of a shared row exist at a time. At the 4,096 queries that a rank of
-a long row usually has, four heads are 128 blocks of queries: one for each of a GPU's processors.
+"""Number of heads whose keys and values of a shared row exist at a time. With the 4,096 queries
+that a rank of a long row usually has, four heads make 128 blocks of queries: about one for each of
+a GPU's multiprocessors.
 """
 
-_TILE = 128  # of `fp8_tiles`; a scale of four bytes each
+_TILE = 128  # of `fp8_tiles`; each tile has a scale of four bytes
 _INDEX = 8  # int64
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of a microbatch.
+    """Numbers of tokens in a microbatch.
 
     Attributes:
-        row: of the rows together.
-        cp: at this context-parallel rank; its tensor-parallel ranks share heads and widths.
-        part: at this rank where every rank has its own tokens: norms, routers, experts.
+        row: in all its rows together.
+        cp: at one context-parallel rank, whose tensor-parallel ranks divide heads and widths.
+        part: at one rank in the layers that also divide the tokens: norms, routers, experts.
     """
 
     row: int
@@ -46,11 +48,10 @@ class Kept:
     """One tensor that a layer keeps of a microbatch.
 
     Attributes:
-        kind: what it is, for tables.
+        kind: its name in tables.
         size: in bytes.
-        moves: whether `train.offload` may move it: floating, and inside our modules.
-        of_weights: whether gradients of weights alone need it: with a frozen language model nothing
-            keeps it.
+        moves: True if `train.offload` may move it: a floating-point tensor inside our modules.
+        of_weights: True if only weight gradients need it; a frozen language model does not keep it.
     """
 
     kind: str
@@ -60,7 +61,7 @@ class Kept:
 
 
 def layer_tensors(config: Config, dense: bool) -> Iterator[Kept]:
-    """Yield what one decoder layer keeps of a microbatch.
+    """Yield the tensors that one decoder layer keeps of a microbatch.
 
     Args:
         dense: whether the layer has a plain MLP.
@@ -70,8 +71,8 @@ def layer_tensors(config: Config, dense: bool) -> Iterator[Kept]:
 
 
 def head_tensors(config: Config) -> Iterator[Kept]:
-    """Yield what the final norm, the head and the loss keep of a microbatch; the head lies outside
-    the policy, so the norm's output stays.
+    """Yield the tensors that the final norm, the head and the loss keep of a microbatch. The policy
+    does not cover the head, so the norm's output stays.
     """
     yield from _needed(config, _head(config))
 
@@ -93,24 +94,24 @@ def _head(config: Config) -> Iterator[Kept]:
     yield Kept("statistics of norms", tokens.part * wide)
     yield Kept("norms", hidden, False, of_weights=True)
     yield Kept("logits", tokens.cp * language.vocab_size // tp * wide, False)
-    # Labels among this rank's part of the vocabulary, the others' mask, losses.
+    # Labels inside this rank's part of the vocabulary, the mask of the rest, losses.
     yield Kept("logits", tokens.cp * (_INDEX + 1 + wide), False)
 
 
 def row_bytes(config: Config) -> int:
-    """Return the most that a layer makes and drops of a shared row: keys, values and projections of
-    some heads with their gradients, and the gradient of the latents in fp32; 0 without context
-    parallelism.
+    """Return the peak bytes of a layer's temporaries for a shared row: keys, values and projections
+    of some heads with their gradients, and the fp32 gradient of the latents. The result is 0
+    without context parallelism.
     """
     language, layout, tokens = config.model.language, config.layout, Tokens.of(config)
     if layout.cp == 1:
         return 0
     item = ITEMSIZE[config.train.dtype]
-    wide = item if config.train.attention != "portable" else item + max(4, item)  # sums, and cast
+    wide = item if config.train.attention != "portable" else item + max(4, item)  # sum and cast
     heads = min(ROW_HEADS, language.num_heads // layout.tp)
     plain, rope = language.qk_nope_dim + language.v_dim, language.qk_rope_dim
     latents = (language.kv_lora_rank + rope) * max(4, item)
-    if item < 4:  # a copy for some heads, its gradient, and that as it is summed
+    if item < 4:  # a copy for some heads, its gradient, and the fp32 sum of gradients
         latents += (language.kv_lora_rank + rope) * (2 * item + 4)
     return tokens.row * (heads * (plain * item + (plain + rope) * (item + wide)) + latents)
 
@@ -122,9 +123,10 @@ def _attention(config: Config, dense: bool) -> Iterator[Kept]:
     query, latent = heads * (language.qk_nope_dim + rope), language.kv_lora_rank
     value, wide = heads * language.v_dim, max(4, item)
     shared, remade = config.layout.cp > 1, "mla_up" in recompute
-    # Of each norm its width, that of the tensor that its input is part of (one holds the rotary key
-    # as well), and who reads its output: products alone, also a recipe or a router, which keeps it,
-    # or nobody: that of a shared row is gathered, a copy, and needed only to be gathered again.
+    # For each norm: kind, width, width of the tensor that contains its input (for the latents it
+    # also holds the rotary key), and the reader of its output. Readers: "products" only; "recipe"
+    # or "router", which keep the output; "nobody" for a shared row, whose gathered copy is used
+    # instead.
     hidden_latent = language.q_lora_rank is None and remade
     norms = [("residuals", hidden, hidden, "recipe" if hidden_latent else "products")]
     norms.append(("residuals", hidden, hidden, "products" if dense else "router"))
@@ -137,22 +139,22 @@ def _attention(config: Config, dense: bool) -> Iterator[Kept]:
         yield Kept("statistics of norms", tokens.part * wide)
         if reader != "nobody" and "norms" not in recompute:
             yield Kept("norms", tokens.part * width * item, of_weights=reader == "products")
-    for number in [tokens.cp, tokens.part if shared else tokens.cp]:  # of queries, of keys
+    for number in [tokens.cp, tokens.part if shared else tokens.cp]:  # for queries, for keys
         for _ in range(2):  # cosines and sines
             yield Kept("rotary angles", number * rope * item)
     if not remade:
         yield Kept("query, key, value", tokens.cp * query * item)
-        if shared:  # gathered; its keys and values are never kept
+        if shared:  # only the gathered latents are kept, never keys and values
             yield Kept("latents of the row", tokens.row * (latent + rope) * wide)
         else:
             yield Kept("query, key, value", tokens.row * query * item)
             yield Kept("query, key, value", tokens.row * value * item)
-    together = ROW_HEADS if shared else heads  # heads of one call of attention
-    portable = config.train.attention == "portable"  # else the kernel keeps its output, too
+    together = ROW_HEADS if shared else heads  # heads in one call of attention
+    portable = config.train.attention == "portable"  # other kernels keep their output, too
     for first in range(0, heads, together):
         some = tokens.cp * min(together, heads - first)
         yield Kept("attention's output", some * language.v_dim * item, of_weights=portable)
-        if not portable:  # log-sums of the fused kernels
+        if not portable:  # log-sum-exp of the fused kernels
             yield Kept("attention's output", some * 4)
 
 
@@ -167,16 +169,16 @@ def _experts(config: Config) -> Iterator[Kept]:
     sent = tokens.part * language.experts_per_token
     shared = language.num_shared_experts * language.expert_ffn_size // layout.tp
     balanced = language.aux_loss_coeff > 0 and not _is_frozen(config)
-    for _ in range(1 + balanced):  # scores, for the choice and for the balance loss; and their sums
+    for _ in range(1 + balanced):  # scores and their sums, for the choice and the balance loss
         yield Kept("router", tokens.part * experts * wide)
         yield Kept("router", tokens.part * wide)
     yield Kept("router", sent * _INDEX, False)  # choices
     yield Kept("router", sent * wide)  # their weights
-    # Of what is sent, in its new order: places among tokens x experts, tokens, and weights.
+    # Of the sent tokens in their new order: indices into tokens x experts, tokens, and weights.
     yield Kept("router", sent * _INDEX, False)
     yield Kept("router", sent * _INDEX, False)
     yield Kept("router", sent * wide)
-    yield Kept("router", experts // layout.ep * 2 * 4, False)  # where each expert's end
+    yield Kept("router", experts // layout.ep * 2 * 4, False)  # end offsets of the experts' tokens
     if balanced:  # padding, tokens of each expert, scalars
         yield Kept("router", tokens.part + experts * _INDEX + 3 * wide, False)
     yield from _stored(config, sent, language.hidden_size, "dispatched tokens", of_weights=True)
@@ -194,7 +196,7 @@ def _swiglu(config: Config, rows: int, width: int, name: str) -> Iterator[Kept]:
 def _stored(
     config: Config, rows: int, width: int, kind: str, *, of_weights: bool = False
 ) -> Iterator[Kept]:
-    """Yield what FP8 storage is for: the tensor, or its codes and their scales."""
+    """Yield a tensor that `train.fp8_storage` covers: itself, or its codes and their scales."""
     if config.train.fp8_storage:
         yield Kept(kind, rows * width, of_weights=of_weights)
         yield Kept(kind, rows * 4 * -(-width // _TILE), of_weights=of_weights)

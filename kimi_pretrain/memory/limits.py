@@ -1,4 +1,4 @@
-"""What is refused before a run starts because it would not fit: on a device, or on its machine."""
+"""Checks before a run starts that it fits into device memory and host memory."""
 
 from collections.abc import Iterable
 
@@ -10,11 +10,11 @@ from kimi_pretrain.memory.states import divide_config
 
 
 def check_memory_limit(config: Config) -> None:
-    """Refuse a run whose fullest rank is over `train.memory_limit_gib`.
+    """Raise if the fullest rank of a run exceeds `train.memory_limit_gib`.
 
     Raises:
-        ConfigError: names the rank, both sizes, and what suffices: the least costly switch, or
-            switches together, or more ranks.
+        ConfigError: names the rank, both sizes and a remedy: the cheapest sufficient switch, a
+            combination of switches, or more ranks.
     """
     limit = config.train.memory_limit_gib
     if limit is None:
@@ -42,7 +42,7 @@ def check_memory_limit(config: Config) -> None:
 
 
 def _together(found: Search, ranks: int) -> str:
-    """Return the least that is to be changed, as text."""
+    """Return the smallest sufficient change, as text."""
     least = found.least
     fewest = f"all that helps brings {ranks} ranks to {least.fullest.peak / GIB:.1f} GiB at least"
     if not found.fits:
@@ -58,15 +58,15 @@ def _together(found: Search, ranks: int) -> str:
 
 
 def check_host_memory(config: Config, machines: Iterable[range]) -> None:
-    """Refuse a run whose activations in host memory (`train.offload`) have no room on this machine.
+    """Raise if offloaded activations (`train.offload`) do not fit into this machine's memory.
 
     Args:
-        machines: the ranks that this machine may be given: one range, or one for each machine where
-            it is not known yet which it will be. The one that needs most counts.
+        machines: the ranks of this machine as one range; or one range for each machine, if it is
+            not known yet which one this is. The range that needs most memory counts.
 
     Raises:
-        ConfigError: names what is needed, what is free and by what bound, and the change that
-            suffices, if one does.
+        ConfigError: names the needed and the free memory, the bound of the latter, and a sufficient
+            change, if there is one.
     """
     if not config.train.offload:
         return
@@ -90,6 +90,6 @@ def check_host_memory(config: Config, machines: Iterable[range]) -> None:
 
 
 def _needed(config: Config, machines: Iterable[range]) -> list[tuple[range, int]]:
-    """Return each machine's ranks with the bytes that they have in host memory together."""
+    """Return each machine's ranks with the sum of their bytes in host memory."""
     sizes, per_stage = host_bytes(config), config.layout.world_size() // config.layout.pp
     return [(ranks, sum(sizes[rank // per_stage] for rank in ranks)) for ranks in machines]

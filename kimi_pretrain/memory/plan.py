@@ -1,16 +1,16 @@
-"""The memory of every rank of a run, before anything is built: names, shapes and counts.
+"""Plans the memory of every rank of a run from names, shapes and counts, before it is built.
 
-What a rank holds at once is
+The peak memory of a rank is
 
     weights + gradients + optimizer state + vision embeddings + the largest of four phases:
     encoder     activations of one chunk of media
     exchange    embeddings on their way to first stages, or their gradients back
-    backbone    activations of all microbatches in flight, what is passing, the encoder's if kept
+    backbone    activations of all microbatches in flight, temporaries, the encoder's if kept
     update      staging of updated weights
 
-State is divided among the owners that the run itself would choose (`optim.owners`); microbatches
-in flight are those of the pipeline schedule; activations those of `kept`. Not in it: CUDA's context
-and NCCL's buffers (1 to 3 GiB), fragmentation, and experts that get more tokens than others.
+State is divided among the owners that the run itself would choose (`optim.owners`). Microbatches in
+flight follow from the pipeline schedule, and activations from `kept`. The plan leaves out CUDA's
+context and NCCL's buffers (1 to 3 GiB), fragmentation, and uneven loads of experts.
 """
 
 from collections import Counter
@@ -29,24 +29,24 @@ from moonvit3d.memory import activation_bytes, begin_bytes, frozen_tower_bytes, 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What the fullest rank of a pipeline stage holds, in bytes.
+    """Memory of the fullest rank of a pipeline stage, in bytes.
 
     Attributes:
         stage: pipeline stage.
-        rank: its fullest rank, of the whole job.
+        rank: global number of its fullest rank.
         layers: decoder layers of the stage, global numbers from 0.
-        in_flight: of each chunk of the rank, microbatches whose activations are held at the peak.
+        in_flight: for each chunk of the rank, microbatches whose activations are held at the peak.
         weights, gradients, optimizer: of language model and encoder.
-        activations: by kind, all microbatches in flight, on the device.
-        host: those in host memory (`train.offload`).
-        embeddings: of the media that its microbatches wait with, and their gradients.
+        activations: by kind, for all microbatches in flight, on the device.
+        host: activations in host memory (`train.offload`).
+        embeddings: embeddings of the media of waiting microbatches, and their gradients.
         waiting: activations of the encoder that are kept until its backward pass
-            (`dep.keep_activations`), and what a frozen tower hands to a trained projector. With
-            `dep.bubbles` all that `encoder` has: media are encoded while microbatches wait.
-        passing: what one layer makes and drops: tensors that are recomputed, tokens on their way
-            to experts and back, or the logits of the loss.
-        encoder: activations of the largest chunk of media, and of those that are kept.
-        exchange: what arrives at once, and buffers of what is sent and received at a time.
+            (`dep.keep_activations`), and the outputs of a frozen tower for a trained projector.
+            With `dep.bubbles` all of `encoder`, because media are encoded between the passes.
+        passing: temporaries of one layer: recomputed tensors, tokens sent to experts and back, or
+            the logits of the loss.
+        encoder: activations of the largest chunk of media, and of kept chunks.
+        exchange: embeddings or gradients being reordered, and buffers of one exchange round.
         update: staging of weights that are broadcast.
     """
 
@@ -68,12 +68,12 @@ class StageMemory:
 
     @property
     def lasting(self) -> int:
-        """Bytes that are there in every phase."""
+        """Bytes held in every phase."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def phases(self) -> dict[str, int]:
-        """Bytes of each phase beside those; no two are there together."""
+        """Bytes that each phase adds to `lasting`; phases do not overlap."""
         return {
             "backbone": self.embeddings + self.activations.total() + self.passing + self.waiting,
             "encoder": self.embeddings + self.encoder,
@@ -83,12 +83,12 @@ class StageMemory:
 
     @property
     def peak(self) -> int:
-        """The most that is held at once."""
+        """Peak bytes."""
         return self.lasting + max(self.phases.values())
 
     @property
     def fullest_phase(self) -> str:
-        """The phase in which that is held."""
+        """The phase of the peak."""
         phases = self.phases
         return max(phases, key=lambda name: phases[name])
 
@@ -106,7 +106,7 @@ class MemoryPlan:
     """Memory of a run.
 
     Attributes:
-        stages: the fullest rank of each.
+        stages: the fullest rank of each stage.
         switches: single changes that lower the peak, the least costly first.
     """
 
@@ -115,16 +115,16 @@ class MemoryPlan:
 
     @property
     def fullest(self) -> StageMemory:
-        """The stage of the rank that holds most."""
+        """The stage with the fullest rank."""
         return max(self.stages, key=lambda stage: (stage.peak, -stage.stage))
 
 
 def plan_memory(config: Config, division: Division | None = None) -> MemoryPlan:
-    """Return the memory of every stage, and what would lower it.
+    """Return the memory of every stage, and the single switches that lower its peak.
 
     Args:
-        division: of the optimizer's state, if it is known; else it is made here, which takes
-            seconds at a trillion parameters.
+        division: of the optimizer's state; None computes it, which takes seconds for a trillion
+            parameters.
     """
     division, sizes = division or divide_config(config), Sizes.of(config)
     stages = stages_of(config, division, sizes)
@@ -137,20 +137,20 @@ def plan_memory(config: Config, division: Division | None = None) -> MemoryPlan:
 
 
 def single_changes(config: Config) -> Iterator[tuple[Change, Config]]:
-    """Yield the single changes that may lower a peak, the least costly first, with their result."""
+    """Yield the single changes that may lower the peak, least costly first, with their configs."""
     for levels in switches(config):
         for change in levels:
             yield change, changed(config, [change])
 
 
 def host_bytes(config: Config) -> list[int]:
-    """Return, for each stage, the bytes that each of its ranks has in host memory."""
+    """Return, for each stage, the bytes that each of its ranks holds in host memory."""
     chunks, pp, kept = config.chunks(), config.layout.pp, _of_layers(config)
     return [_activations(config, chunks[stage::pp], stage, kept)[2] for stage in range(pp)]
 
 
 def moved_bytes(config: Config) -> list[int]:
-    """Return the bytes of a microbatch that each chunk has in host memory, [virtual stages]."""
+    """Return the bytes that each chunk offloads per microbatch, [virtual stages]."""
     if not config.train.offload:
         return [0 for _ in config.chunks()]
     kept = _of_layers(config)
@@ -166,14 +166,14 @@ def moved_bytes(config: Config) -> list[int]:
 
 
 def microbatches_in_flight(config: Config, stage: int, weights: Sequence[int]) -> tuple[int, ...]:
-    """Return how many microbatches of each chunk of a stage are held where their sum weighs most.
+    """Return the number of microbatches that each chunk of a stage holds at the stage's peak.
 
-    Megatron-Core's 1F1B: some forward passes to warm up, then a forward and a backward pass in
-    turn; with virtual stages, chunk after chunk in groups of pp microbatches. With overlapped
-    experts a pair runs together, behind one more forward pass.
+    Follows Megatron-Core's 1F1B schedule: some warm-up forward passes, then one forward and one
+    backward pass in turn; with virtual stages, chunk after chunk in groups of pp microbatches. With
+    expert overlap, a forward and a backward pass run together after one more warm-up pass.
 
     Args:
-        weights: bytes that a microbatch of each chunk leaves.
+        weights: bytes that each chunk keeps per microbatch.
     """
     layout, total = config.layout, config.num_microbatches() * config.layout.vpp
     behind = layout.pp - stage - 1
@@ -184,7 +184,7 @@ def microbatches_in_flight(config: Config, stage: int, weights: Sequence[int]) -
         return number // layout.pp % layout.vpp
 
     held, best = [0] * layout.vpp, (0,) * layout.vpp
-    # Then the same again and again: once round all chunks shows the most.
+    # The steady state repeats after one round of all chunks, so one round contains the peak.
     for forward in range(min(total, warmup + layout.pp * layout.vpp)):
         held[chunk(forward)] += 1
         if _weigh(held, weights) > _weigh(best, weights):
@@ -202,7 +202,7 @@ def stages_of(config: Config, division: Division | None, sizes: Sizes) -> tuple[
     """Return the memory of every stage's fullest rank.
 
     Args:
-        division: of the optimizer's state; None: what it takes at least.
+        division: of the optimizer's state; None uses a lower bound.
     """
     layout, item = config.layout, ITEMSIZE[config.train.dtype]
     frozen, encoder = "language_model" in config.train.frozen, sizes.encoder
@@ -242,7 +242,7 @@ def stages_of(config: Config, division: Division | None, sizes: Sizes) -> tuple[
 
 
 OfLayers = dict[bool, list[Kept]]
-"""What a layer keeps of a microbatch, by whether its MLP is plain: all such layers are alike."""
+"""Tensors that a layer keeps of a microbatch, keyed by True for a dense layer, else False."""
 
 
 def _of_layers(config: Config) -> OfLayers:
@@ -250,7 +250,7 @@ def _of_layers(config: Config) -> OfLayers:
 
 
 def _layers(config: Config, layers: range, has_loss: bool, kept: OfLayers) -> Iterator[list[Kept]]:
-    """Yield what is kept of a chunk's microbatch, layer by layer, then for the loss."""
+    """Yield the tensors kept of a chunk's microbatch, layer by layer, then those of the loss."""
     num_dense = config.model.language.num_dense_layers
     for layer in layers:
         yield kept[layer < num_dense]
@@ -259,7 +259,7 @@ def _layers(config: Config, layers: range, has_loss: bool, kept: OfLayers) -> It
 
 
 def moves(config: Config, tensor: Kept) -> bool:
-    """Whether a kept tensor waits in host memory under `train.offload`."""
+    """Return whether `train.offload` moves a kept tensor to host memory."""
     train = config.train
     return train.offload and tensor.moves and tensor.size >= train.offload_min_mib * MIB
 
@@ -269,8 +269,8 @@ def _activations(
 ) -> tuple[tuple[int, ...], Counter[str], int]:
     """Return microbatches in flight by chunk, bytes on the device by kind, and bytes on the host.
 
-    With `train.offload` four layers are on the device: two on their way out, one in use, one on its
-    way back.
+    With `train.offload` four layers are on the device: two being offloaded, one in use, and one
+    being loaded.
     """
     groups = [list(_layers(config, *chunk, kept)) for chunk in chunks]
     held = microbatches_in_flight(
@@ -293,28 +293,28 @@ def _activations(
 
 
 def _embeddings(config: Config, stage: int) -> int:
-    """Return the bytes of vision embeddings and their gradients that wait on a rank."""
+    """Return the bytes of vision embeddings and their gradients that a rank holds."""
     encoded, received = _media_bytes(config)
     if stage > 0 or config.dep.offload_outputs:
-        return encoded  # by itself, until they are sent; then gradients
+        return encoded  # the rank's own outputs until they are sent, later their gradients
     return 2 * received + encoded
 
 
 def media_share(config: Config) -> float | None:
-    """Return the largest share of media among the tokens at any time; None where none is given."""
+    """Return the largest scheduled share of media among the tokens; None if none is given."""
     data = config.data
     ratios = (data.vision_token_ratio, *(stage.vision_token_ratio for stage in data.schedule))
     return max((ratio for ratio in ratios if ratio is not None), default=None)
 
 
 def _media_tokens(config: Config) -> int:
-    """Return the media tokens of a step's global batch, where their share is given."""
+    """Return the media tokens of a step's global batch; 0 if no share of media is given."""
     return int((media_share(config) or 0.0) * config.tokens_per_step())
 
 
 def _media_bytes(config: Config) -> tuple[int, int]:
-    """Return the bytes of the embeddings that a rank encodes, and that one of a first stage gets,
-    where they are spread evenly.
+    """Return the bytes of embeddings that a rank encodes, and that a first-stage rank receives,
+    assuming an even spread.
     """
     layout, item = config.layout, ITEMSIZE[config.train.dtype]
     tokens = _media_tokens(config)
@@ -324,7 +324,7 @@ def _media_bytes(config: Config) -> tuple[int, int]:
 
 
 def _passing_of_layers(config: Config) -> dict[bool, int]:
-    """Return the bytes that a layer makes and drops, by whether its MLP is plain."""
+    """Return the bytes of a layer's temporaries, keyed by True for a dense layer."""
     language, tokens = config.model.language, Tokens.of(config)
     item = ITEMSIZE[config.train.dtype]
     without = config.replace(train=config.train.replace(recompute=[], fp8_storage=False))
@@ -334,7 +334,7 @@ def _passing_of_layers(config: Config) -> dict[bool, int]:
             sum(tensor.size for tensor in layer_tensors(some, dense)) for some in (without, config)
         )
         remade = plain - kept + row_bytes(config)
-        # Sent and received tokens, in two orders each, forward and backward.
+        # Sent and received tokens, in two orders each, in the forward and in the backward pass.
         sent = 0 if dense else 4 * tokens.part * language.experts_per_token
         found[dense] = remade + sent * language.hidden_size * item
     return found
@@ -343,7 +343,7 @@ def _passing_of_layers(config: Config) -> dict[bool, int]:
 def _passing(
     config: Config, chunks: Sequence[tuple[range, bool]], of_layers: dict[bool, int]
 ) -> int:
-    """Return the most that one layer, or the loss, makes and drops."""
+    """Return the peak bytes of temporaries of one layer, or of the loss."""
     language, tokens = config.model.language, Tokens.of(config)
     item = ITEMSIZE[config.train.dtype]
     most = 0
@@ -357,8 +357,8 @@ def _passing(
 
 
 def _encoder(config: Config) -> int:
-    """Return the activations of a chunk of media, or of `train.siglip`'s texts, which come before
-    the encoder's backward pass, with those that are kept.
+    """Return the peak activation bytes of the encoder phase: a chunk of media, or the texts of
+    `train.siglip`, which run before the encoder's backward pass; both with the kept chunks.
     """
     dep, train, vision = config.dep, config.train, config.model.vision
     most, frozen = dep.max_patches_per_chunk, "vision_tower" in train.frozen
@@ -369,10 +369,10 @@ def _encoder(config: Config) -> int:
     by_blocks = config.in_bubbles() and not frozen
     at_once = vision.replace(depth=1) if by_blocks else vision
     chunk = int(of_chunk([(1, 2, half)], at_once, item)[0])
-    if by_blocks:  # and what all blocks of a rank's media begin with
+    if by_blocks:  # in addition, the inputs of all blocks for a rank's media
         tokens = -(-_media_tokens(config) // config.layout.world_size())
         chunk += begin_bytes(tokens * MERGE**2 * MAX_FRAMES, vision, item)
-    if dep.keep_activations == "auto":  # as many chunks as there is room for
+    if dep.keep_activations == "auto":  # chunks are kept up to the limit
         chunk = _room(config)
     elif dep.memory_limit_gib is not None:
         chunk = min(chunk, _room(config))
@@ -384,7 +384,7 @@ def _encoder(config: Config) -> int:
 
 
 def _features(config: Config) -> int:
-    """Return what a rank keeps of a frozen tower, until a trained projector's backward pass."""
+    """Return the bytes of frozen-tower outputs kept for a trained projector's backward pass."""
     frozen, vision = config.train.frozen, config.model.vision
     if "vision_tower" not in frozen or "projector" in frozen:
         return 0
@@ -405,9 +405,10 @@ def _waiting(config: Config) -> int:
 
 
 def _exchange(config: Config, stage: int) -> int:
-    """Return the bytes that the hand-over, or the hand-back, takes beside what waits."""
+    """Return the temporary bytes of the hand-over or the hand-back."""
     encoded, received = _media_bytes(config)
-    # Put together, or in another order; on a first stage all that arrived, before it is leaves.
+    # Outputs, concatenated or reordered; on a first stage also all received embeddings, before
+    # they become leaves of the microbatches.
     once_more = encoded + (received if stage == 0 else 0)
     return once_more + 2 * config.dep.exchange_budget_mib * MIB
 
@@ -415,7 +416,8 @@ def _exchange(config: Config, stage: int) -> int:
 def _deepspeed(config: Config, trained: int) -> int:
     """Return the bytes of DeepSpeed's fp32 copy of the encoder, and of a rank's shards.
 
-    Master, two moments, the gradient as it arrives and as it is used, beside the owners' tensors.
+    The shards are master weights, two moments, and the gradient as received and as used. They come
+    on top of the owners' tensors.
     """
     if config.optim.deepspeed is None:
         return 0
@@ -423,7 +425,7 @@ def _deepspeed(config: Config, trained: int) -> int:
 
 
 def _update(config: Config, division: Division, rank: int) -> int:
-    """Return the bytes of two rounds of buckets that a rank sends and receives."""
+    """Return the bytes of two rounds of buckets that a rank sends and receives in the update."""
     most, item = 0, ITEMSIZE[config.train.dtype]
     for group in division.groups:
         if rank in group.ranks and len(group.ranks) > 1 and config.optim.shard_state:

@@ -1,9 +1,9 @@
-"""RMSNorm and SwiGLU as autograd Functions that save their inputs and what cannot be had from them.
+"""RMSNorm and SwiGLU as autograd Functions that save little more than their inputs.
 
-Composed of torch's operators, RMSNorm keeps four fp32 copies of its input where it has no fused
-kernel, and SwiGLU three tensors beside its own. Everything is computed in fp32 (fp64 for fp64
-inputs) and rounded once. On CUDA the formulas are compiled into one kernel each, since an fp32 copy
-of the experts' tokens alone would be a gigabyte; RMSNorm takes torch's fused kernel there.
+As a composition of torch operators, RMSNorm keeps four fp32 copies of its input if it has no fused
+kernel, and SwiGLU keeps three extra tensors. The functions compute in fp32 (fp64 for fp64 inputs)
+and round once. On CUDA each formula is compiled into one kernel, since a single fp32 copy of the
+experts' tokens would take a gigabyte; RMSNorm uses torch's fused kernel there.
 
 Shape suffixes: T tokens (any leading dimensions for the norm), H width, F half of a gated width.
 """
@@ -23,7 +23,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a pointwise function for CUDA tensors, at its first call; elsewhere it runs as is."""
+    """Compile a pointwise function for CUDA tensors at its first call; on CPU it runs as is."""
 
     @wraps(function)
     def call(x: Tensor, *rest: Any) -> Any:
@@ -33,12 +33,12 @@ def one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type to compute in: fp32, and fp64 for fp64."""
+    """Return the type to compute in: fp64 for fp64, otherwise fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight, of the type of `x`.
+    """Return x / sqrt(mean(x^2) + eps) * weight, in the type of `x`.
 
     Args:
         x_TH: [..., width].
@@ -50,7 +50,7 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Saves its input, its weight and one number a token, as CUDA's fused kernel does."""
+    """RMSNorm that saves its input, its weight and one number per token, like CUDA's kernel."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -75,11 +75,11 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def swiglu(gate_up: Tensor, weight_T: Tensor | None = None) -> Tensor:
-    """Return silu(gate) * up, each row times its weight, of the type of `gate_up`.
+    """Return silu(gate) * up, with each row times its weight, in the type of `gate_up`.
 
     Args:
-        gate_up: [..., 2F], the gate's half first.
-        weight_T: a number for each row, [...], of any floating type; None: ones.
+        gate_up: [..., 2F], gate first, then up.
+        weight_T: one number per row, [...], any floating type; None: ones.
 
     Returns:
         [..., F].
@@ -88,7 +88,7 @@ def swiglu(gate_up: Tensor, weight_T: Tensor | None = None) -> Tensor:
 
 
 class _SwiGlu(torch.autograd.Function):
-    """Saves its inputs."""
+    """SwiGLU that saves its inputs only."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, weight: Tensor | None) -> Tensor:

@@ -1,20 +1,21 @@
-"""One policy over saved tensors: what the backward pass needs is kept, recomputed, or put away.
+"""Policy over saved tensors: keeps, recomputes, quantises to FP8 or offloads them.
 
-`torch.autograd.graph.saved_tensors_hooks` hands over every tensor that autograd saves, and asks for
-it back. What becomes of a tensor is written on its storage, whose Python object torch keeps for as
-long as the storage lives: views, `detach()` and what custom Functions save all lead to it.
+`torch.autograd.graph.saved_tensors_hooks` passes every tensor that autograd saves to the policy,
+which returns it for the backward pass. The treatment of a tensor is attached to its storage, whose
+Python object torch keeps as long as the storage lives: views, `detach()` and tensors saved by
+custom Functions all lead to the same storage.
 
-- `remade(kind, make, *inputs)`: the outputs are dropped, and recomputed from the inputs for the
-  first consumer that asks; the last one's end frees them.
-- `squeezed(x)`: what is saved of `x` are its FP8 codes (`fp8_tiles`).
-- all else of floating point may wait in host memory (`host_memory`).
+- `remade(kind, make, *inputs)`: the outputs are dropped. The first consumer in the backward pass
+  recomputes them from the inputs, and they are freed after the last consumer.
+- `squeezed(x)`: autograd saves the FP8 codes of `x` (`fp8_tiles`).
+- All other floating-point tensors may be offloaded to host memory (`host_memory`).
 
-Inputs are kept and codes made when autograd saves the tensor, and not before: products with frozen
+Inputs are kept and codes are made only when autograd saves the tensor, because products with frozen
 weights save no input.
 
-The graph is the ordinary one, so recompute and host memory change no bit. A consumer outside the
-hooks, or one that nobody thought of, keeps its tensor: that costs memory, and reads nothing that is
-gone. As autograd does without hooks, a tensor that was written to after it was saved is refused.
+The autograd graph is unchanged, so recompute and offload are bit-exact. A consumer outside the
+hooks keeps its tensor: that costs memory, but never reads freed data. As in autograd without hooks,
+using a tensor that was modified after it was saved is an error.
 """
 
 import weakref
@@ -35,7 +36,7 @@ _WEIGHT = "weight"
 
 
 class Saved(Protocol):
-    """What autograd holds in the place of a tensor."""
+    """Object that autograd holds in place of a saved tensor."""
 
     def give(self) -> Tensor:
         """Return the tensor."""
@@ -43,20 +44,20 @@ class Saved(Protocol):
 
 
 class Kept:
-    """A tensor that stays as it is; its bytes count as `kind`."""
+    """A tensor that is kept unchanged; its bytes count as `kind`."""
 
     __slots__ = ("__weakref__", "kind", "tensor", "version")
 
     def __init__(self, tensor: Tensor, kind: str):
-        # Detached: a saved output that knew its node would be held by what it holds, for ever if no
-        # backward pass comes.
+        # Detached: a saved output with a reference to its node forms a cycle, which is never freed
+        # without a backward pass.
         self.tensor, self.kind, self.version = tensor.detach(), kind, tensor._version
 
     def give(self) -> Tensor:
         """Return the tensor.
 
         Raises:
-            RuntimeError: it was written to after it was saved.
+            RuntimeError: it was modified after it was saved.
         """
         if self.tensor._version != self.version:
             raise RuntimeError(
@@ -67,11 +68,11 @@ class Kept:
 
 
 class Recipe:
-    """A computation that can be done again; its outputs live as long as somebody holds it.
+    """A computation that can be repeated; its outputs live as long as the recipe is referenced.
 
     Args:
         make: the computation.
-        inputs: tensors, as `Kept`, and other values.
+        inputs: tensors, wrapped in `Kept`, and other values.
     """
 
     def __init__(self, make: Callable[..., Any], inputs: list[Any]):
@@ -79,20 +80,20 @@ class Recipe:
         self._made: tuple[Tensor, ...] | None = None
 
     def save(self, keep: Callable[[Tensor], Saved]) -> None:
-        """Put in the place of the inputs what `keep` gives for them; only the first call does.
+        """Replace the tensor inputs by the results of `keep`; only the first call has an effect.
 
         Raises:
-            RuntimeError: one was written to since the computation.
+            RuntimeError: an input was modified since the computation.
         """
         if not self._saved:
             self._saved = True
             self._inputs = [keep(x.give()) if isinstance(x, Kept) else x for x in self._inputs]
 
     def output(self, index: int) -> Tensor:
-        """Return one of the outputs; all are made at the first call."""
+        """Return one of the outputs; the first call computes all of them."""
         if self._made is None:
             inputs = [x.give() if hasattr(x, "give") else x for x in self._inputs]
-            # A backward pass records no graph, unless one is asked for.
+            # Grad mode is on in a backward pass with create_graph; recompute never records a graph.
             with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
                 made = self._make(*inputs)
             self._made = made if isinstance(made, tuple) else (made,)
@@ -101,10 +102,10 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Treatment:
-    """On a storage: what is saved of it, as long as nobody writes to it.
+    """Mark on a storage that defines how it is saved, valid until the storage is modified.
 
     Attributes:
-        shape, dtype, version: of the tensor that is all of the storage.
+        shape, dtype, version: of the tensor that covers the whole storage.
     """
 
     shape: torch.Size
@@ -112,17 +113,18 @@ class Treatment:
     version: int
 
     def covers(self, tensor: Tensor) -> bool:
-        """Whether this tensor of the storage holds what the treatment is for.
+        """Return whether the treatment is still valid for this tensor of the storage.
 
-        `tensor.data` counts versions of its own, from 0. So an alias made by it, as Megatron-Core's
-        `make_viewless_tensor` does, is covered; but what is written through one goes unseen.
+        `tensor.data` starts a separate version counter at 0. An alias made by it, as in
+        Megatron-Core's `make_viewless_tensor`, is therefore covered, but writes through such an
+        alias are not detected.
         """
         return tensor.dtype == self.dtype and tensor._version == self.version
 
 
 @dataclass(frozen=True)
 class Output(Treatment):
-    """This output of a recipe."""
+    """Treatment of a storage that is an output of a recipe."""
 
     recipe: Recipe
     index: int
@@ -130,10 +132,10 @@ class Output(Treatment):
 
 @dataclass(frozen=True)
 class Codes(Treatment):
-    """FP8 codes, which are made of the first tensor that is saved."""
+    """Treatment of a storage that is saved as FP8 codes, made from the first saved tensor."""
 
     def made(self, tensor: Tensor) -> Output:
-        """Return the codes of the whole storage as a recipe of it, given any view."""
+        """Make the codes of the whole storage from any view; return its values as a recipe."""
         whole = torch.empty(0, dtype=self.dtype, device=tensor.device)
         whole.set_(tensor.untyped_storage(), 0, self.shape)  # type: ignore[call-overload]
         codes, scales = to_fp8(whole)
@@ -151,18 +153,18 @@ class Remade:
         self.place = _place(tensor)
 
     def give(self) -> Tensor:
-        """Return the view, of an output that is made now if it is the first."""
+        """Return the view; the first call computes the outputs."""
         output = self.recipe.output(self.index)
         return output if _place(output) == self.place else output.as_strided(*self.place)
 
 
 class Policy:
-    """What becomes of saved tensors; the default keeps all of them, without a hook.
+    """Treatment of saved tensors; the default policy keeps all of them, without a hook.
 
     Args:
         recompute: kinds of computations whose outputs are recomputed.
         fp8: whether `squeezed` tensors are saved as FP8 codes.
-        host: where what is kept waits, if not on the device.
+        host: host memory for offloaded tensors; None keeps them on the device.
     """
 
     def __init__(
@@ -173,53 +175,54 @@ class Policy:
 
     @property
     def active(self) -> bool:
-        """Whether anything is treated otherwise than without a policy."""
+        """True if the policy changes how any tensor is saved."""
         return bool(self.recompute) or self.fp8 or self.host is not None
 
     def begin_step(self) -> None:
-        """Say that a step begins: none of the last one's tensors is needed any more."""
+        """Begin a step; the tensors of the previous step are no longer needed."""
         if self.host is not None:
             self.host.begin_step()
 
     def open_group(self) -> None:
-        """Say that a layer's forward pass begins: what waits on the host goes by layers."""
+        """Begin a layer's forward pass; offloaded tensors are grouped by layer."""
         if self.host is not None and torch.is_grad_enabled():
             self.host.open_group()
 
     def saving(self) -> AbstractContextManager[Any]:
-        """Return a context in which what autograd saves is treated as the policy says."""
+        """Return a context in which the policy treats the tensors that autograd saves."""
         return saved_tensors_hooks(self.keep, _give) if self.active else nullcontext()
 
     def remade(self, kind: str, make: Callable[..., Any], *inputs: Any) -> Any:
-        """Return `make(*inputs)`; what is saved of it is recomputed from the inputs.
+        """Return `make(*inputs)`; saved outputs are recomputed from the inputs.
 
         Args:
             kind: of the computation; only kinds in `recompute` are recomputed.
-            make: gives a tensor, or a tuple of them, and the same bits at every call. It runs once
-                more in the backward pass, without a graph. Weights that it reads stay in it.
-            inputs: tensors, saved by this policy, and other values.
+            make: returns a tensor or a tuple of tensors, with the same bits at every call. It runs
+                once more in the backward pass, without a graph, and keeps the weights that it
+                reads.
+            inputs: tensors, which this policy saves, and other values.
         """
         out = make(*inputs)
         if kind in self.recompute and torch.is_grad_enabled():
-            # Not yet kept, and detached as ever: see `Kept`.
+            # The policy keeps the inputs only in `Recipe.save`; detached for the reason in `Kept`.
             held = [Kept(x, "kept") if isinstance(x, Tensor) else x for x in inputs]
             recipe = Recipe(make, held)
             own = {x.untyped_storage()._cdata for x in inputs if isinstance(x, Tensor)}
             for index, tensor in enumerate(out if isinstance(out, tuple) else (out,)):
-                # A view of an input would keep itself alive.
+                # An output that is a view of an input would keep itself alive.
                 if _is_whole(tensor) and tensor.untyped_storage()._cdata not in own:
                     _treat(tensor, Output, recipe, index)
         return out
 
     def squeezed(self, x: Tensor) -> Tensor:
-        """Return `x` itself; what is saved of it are its FP8 codes, unless it is recomputed."""
+        """Return `x` itself; autograd saves its FP8 codes, unless it is recomputed."""
         found = getattr(x.untyped_storage(), "treatment", None)
         if self.fp8 and torch.is_grad_enabled() and found is None and _is_whole(x):
             _treat(x, Codes)
         return x
 
     def keep(self, tensor: Tensor) -> Saved:
-        """Return what takes the place of a tensor that autograd saves."""
+        """Return the replacement for a tensor that autograd saves."""
         storage: Any = tensor.untyped_storage()
         treatment = getattr(storage, "treatment", None)
         if isinstance(treatment, Codes):
@@ -236,9 +239,10 @@ class Policy:
         return kept
 
     def bytes_by_kind(self) -> dict[str, int]:
-        """Return the bytes that are held right now, each storage once; weights are no activations.
+        """Return the bytes currently held, counting each storage once.
 
-        "kept" are those that stay on the device; see `HostMemory.bytes_by_kind` for the others.
+        "kept" tensors stay on the device, "weights" are saved parameters, which take no extra
+        memory; `HostMemory.bytes_by_kind` describes the other kinds.
         """
         storages = {
             kept.tensor.untyped_storage()._cdata: (kept.kind, kept.tensor.untyped_storage())
@@ -251,13 +255,13 @@ class Policy:
 
 
 class Saves:
-    """A module whose saved tensors a policy treats: `Policy()`, until `apply` gives it another."""
+    """Module whose saved tensors a policy treats: `Policy()`, until `apply` sets another."""
 
     policy = Policy()
 
 
 def apply(policy: Policy, modules: Iterable[object], params: Iterable[Tensor]) -> None:
-    """Give the policy to all modules that are `Saves`, and tell it which tensors are weights."""
+    """Set the policy of all modules that are `Saves`, and mark the parameters as weights."""
     for module in modules:
         if isinstance(module, Saves):
             module.policy = policy
@@ -265,15 +269,15 @@ def apply(policy: Policy, modules: Iterable[object], params: Iterable[Tensor]) -
 
 
 def trimmed() -> AbstractContextManager[Any]:
-    """Return a context in which integers that are saved do not hold the rest of their storage.
+    """Return a context in which a saved integer tensor does not keep the rest of its storage.
 
-    For code of others that saves the beginning of what it sorted: the part is copied.
+    For third-party code that saves the first part of a sorted tensor: the part is copied.
     """
     return saved_tensors_hooks(_trim, _give)
 
 
 def mark_weights(params: Iterable[Tensor]) -> None:
-    """Mark storages of parameters: they are there anyway, views of them included."""
+    """Mark the storages of parameters: they are always in memory, including views of them."""
     for param in params:
         param.untyped_storage().treatment = _WEIGHT  # type: ignore[attr-defined]
 
@@ -288,7 +292,7 @@ def _place(x: Tensor) -> tuple[Any, ...]:
 
 
 def _is_whole(x: Tensor) -> bool:
-    """Whether a tensor is all of its storage, in order: else what is made again lies elsewhere."""
+    """Return whether a tensor covers its storage in order; only then is a recomputed view valid."""
     return x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
 
 

@@ -1,9 +1,10 @@
-"""Which settings together bring a run under a limit of memory, and what more ranks would spare.
+"""Searches for settings that together bring a run under a memory limit, also with more ranks.
 
-On the run's own layout every combination of switches is tried. Other layouts (as many ranks in
-another pipeline, then twice, four and eight times the replicas, experts spread with them) count
-where they need less costly switches than all before them. One combination is less costly than
-another if the most costly switch in which they differ is the milder (`switches` has the order).
+On the run's own layout every combination of switches is tried. Other layouts are the same ranks in
+another pipeline, then two, four and eight times the replicas, also with experts spread over them. A
+layout is listed if it needs less costly switches than all layouts before it. One combination is
+less costly than another if it is milder in the most costly switch in which they differ (`switches`
+defines the order).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,12 +23,12 @@ _MORE_RANKS = (2, 4, 8)
 
 @dataclass(frozen=True)
 class Combination:
-    """Some changes, and what comes of them.
+    """A combination of changes and its memory.
 
     Attributes:
-        settings: as overrides of the command line, the layout's first.
-        ranks: of the job.
-        fullest: the stage of the rank that holds most.
+        settings: command-line overrides, those of the layout first.
+        ranks: number of ranks of the job.
+        fullest: memory of the stage with the fullest rank.
     """
 
     settings: tuple[str, ...]
@@ -37,12 +38,13 @@ class Combination:
 
 @dataclass(frozen=True)
 class Search:
-    """What was found under a limit in bytes.
+    """Result of a search under a limit in bytes.
 
     Attributes:
-        tried: combinations of which the memory was planned.
-        least: what needs the least memory on the run's own layout.
-        fits: fewest ranks first, then least costly; those of which a part fits are left out.
+        tried: number of combinations whose memory was planned.
+        least: the combination with the least memory on the run's own layout.
+        fits: fewest ranks first, then least costly. A combination is left out if a part of it
+            fits.
     """
 
     limit: int
@@ -64,16 +66,16 @@ class Layout:
 
     @classmethod
     def of(cls, config: Config, changes: Sequence[Change] = ()) -> "Layout":
-        """Return a configuration's layout; `changes` are what made it of the run's own."""
+        """Return the layout of a configuration; `changes`: those made to the run's own config."""
         levels = tuple(map(tuple, switches(config)))[::-1]
         return cls(tuple(changes), config, levels)
 
     def combinations(self) -> Iterator[Levels]:
-        """Yield all, the least costly first."""
+        """Yield all combinations of levels, the least costly first."""
         yield from product(*(range(len(levels) + 1) for levels in self.levels))
 
     def with_levels(self, taken: Levels) -> Config:
-        """Return the configuration with a combination.
+        """Return the configuration with a combination of levels.
 
         Raises:
             ValueError: it cannot run.
@@ -84,7 +86,7 @@ class Layout:
         return [levels[n - 1] for levels, n in zip(self.levels, taken, strict=True) if n]
 
     def plan(self, taken: Levels, division: Division | None, sizes: Sizes) -> Combination | None:
-        """Return what a combination comes to; None if it cannot run."""
+        """Return the memory of a combination; None if it cannot run."""
         own = self._chosen(taken)
         try:
             config = self.with_levels(taken)
@@ -97,7 +99,7 @@ class Layout:
 
 
 def search(config: Config, limit: int, division: Division | None = None) -> Search:
-    """Look for combinations of settings under a limit.
+    """Search for combinations of settings under a limit.
 
     Args:
         limit: bytes that a rank may hold.
@@ -123,7 +125,7 @@ def search(config: Config, limit: int, division: Division | None = None) -> Sear
 
 
 def _part_of(enough: Iterable[Levels], taken: Levels) -> bool:
-    """Whether milder switches, or fewer, are enough."""
+    """Return whether milder or fewer switches already suffice."""
     return any(
         other != taken and all(a <= b for a, b in zip(other, taken, strict=True))
         for other in enough
@@ -133,9 +135,9 @@ def _part_of(enough: Iterable[Levels], taken: Levels) -> bool:
 def cheapest(
     layout: Layout, limit: int, below: Levels | None
 ) -> tuple[int, Levels | None, Combination | None]:
-    """Return how many combinations were tried, and the least costly that fits, if it is below.
+    """Return the number of tried combinations, and the least costly one below `below` that fits.
 
-    The optimizer's state is divided only where its mean would fit: that takes a second.
+    The division of the optimizer's state takes a second, so it is only made if the mean state fits.
     """
     sizes, division, tried = Sizes.of(layout.config), None, 0
     for taken in layout.combinations():
@@ -152,7 +154,7 @@ def cheapest(
 
 
 def _others(config: Config) -> Iterator[Layout]:
-    """Yield other layouts that can run: as many ranks, then more."""
+    """Yield other layouts that can run: first with the same number of ranks, then with more."""
     layout = config.layout
     for pp, dp in ((layout.pp, layout.dp), (layout.pp * 2, layout.dp // 2),
                    (layout.pp // 2, layout.dp * 2)):  # fmt: skip

@@ -1,6 +1,6 @@
-"""Parameters and optimizer state of the stages of a run, from names and shapes. Pure.
+"""Counts parameters and optimizer state of a run's stages from names and shapes. Pure.
 
-Who keeps which state is what the run itself would choose (`optim.owners`).
+The owners of optimizer state are those that the run itself would choose (`optim.owners`).
 """
 
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ _Shapes = list[tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the layout alone decides.
+    """Sizes that depend on the layout only.
 
     Attributes:
-        stages: for each stage, the numbers in the parameters of a rank, and in the whole tensors
-            that it keeps beside its slices under tensor parallelism.
-        encoder: the numbers in the encoder's parameters, and in those that are trained.
-        state: for each stage, bytes of optimizer state that its fullest rank has at least: the mean
-            over its ranks, by Muon's rule.
+        stages: for each stage, the elements in a rank's parameters, and in the whole tensors that
+            it keeps in addition to its slices under tensor parallelism.
+        encoder: the elements in all parameters of the encoder, and in its trained parameters.
+        state: for each stage, a lower bound on the optimizer state of its fullest rank, in bytes:
+            the mean over its ranks, by Muon's rule.
     """
 
     stages: tuple[tuple[int, int], ...]
@@ -37,9 +37,9 @@ class Sizes:
 
     @classmethod
     def of(cls, config: Config) -> "Sizes":
-        """Count them."""
+        """Return the sizes of a configuration."""
         layout, train = config.layout, config.train
-        language = config.model.language  # frozen, so it has a hash, of which types know nothing
+        language = config.model.language  # frozen, so hashable; its type does not say so
         counts = _language_counts(language)  # pyright: ignore[reportArgumentType]
         item = ITEMSIZE[train.dtype]
         ranks = layout.world_size() // layout.pp
@@ -60,16 +60,16 @@ class Sizes:
 
 
 def divide_config(config: Config) -> Division:
-    """Divide the optimizer's work as the run itself would; no model is built."""
+    """Divide the optimizer's work as the run itself would, without building a model."""
     groups = replica_groups(config, trained=True)
     return divide(groups, config.layout.world_size(), ModelShape.of(config.model), config.optim)
 
 
 def replica_groups(config: Config, *, trained: bool) -> list[PlannedGroup]:
-    """Return who holds copies of which tensors, routing biases left out.
+    """Return the groups of ranks that hold copies of the same tensors, without routing biases.
 
     Args:
-        trained: those alone that are trained.
+        trained: include trained tensors only.
     """
     layout, item = config.layout, ITEMSIZE[config.train.dtype]
     per_stage = layout.world_size() // layout.pp
@@ -101,8 +101,8 @@ _EMBEDDING, _HEAD = -1, -2
 
 @lru_cache(maxsize=4)
 def _language_counts(language: LanguageConfig) -> dict[int, tuple[int, int, int]]:
-    """Return the numbers in the parameters of each layer, of the embedding, and of norm and head:
-    those that every rank has whole, those that tensor parallelism cuts, those of routed experts.
+    """Return the elements in each layer, in the embedding, and in the final norm with the head, as
+    (replicated on every rank, sharded by tensor parallelism, in routed experts).
     """
     counts: dict[int, list[int]] = {}
     for name, shape in language_shapes(language).items():
@@ -113,7 +113,7 @@ def _language_counts(language: LanguageConfig) -> dict[int, tuple[int, int, int]
 
 
 def _place(name: str) -> int:
-    """Return the layer of a tensor, or `_EMBEDDING` or `_HEAD`."""
+    """Return the layer number of a tensor, or `_EMBEDDING` or `_HEAD`."""
     layer = name.removeprefix(f"{LANGUAGE}model.layers.").partition(".")[0]
     if layer.isdecimal():
         return int(layer)
@@ -121,7 +121,7 @@ def _place(name: str) -> int:
 
 
 def _by_stage(config: Config) -> list[_Shapes]:
-    """Return name and shape of every parameter of the language model, whole, by stage."""
+    """Return name and unsharded shape of every language-model parameter, by stage."""
     pp = config.layout.pp
     stage_of = {
         layer: number % pp for number, (layers, _) in enumerate(config.chunks()) for layer in layers

@@ -1,9 +1,8 @@
-"""Settings that lower a rank's memory without more ranks, and what they cost. Pure.
+"""Settings that lower a rank's memory without more ranks, in the order of their cost. Pure.
 
-From the least costly to the most: smaller chunks of media and recompute, the encoder's too, change
-no bit and cost little time; what waits in host memory goes over the bus; single rows change the
-routers' balance loss, FP8 storage the gradients of experts; without overlap the experts' exchange
-is waited for.
+Smaller chunks of media and recompute, including the encoder's, are bit-exact and cost little time.
+Offload uses the bus to the host. Single rows change the routers' balance loss, and FP8 storage
+changes the gradients of experts. Without overlap, passes wait for the expert exchange.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,14 +16,14 @@ EVERYTHING = ["norms", "swiglu", "mla_up"]
 
 @dataclass(frozen=True)
 class Change:
-    """One key with another value."""
+    """A new value for one configuration key."""
 
     section: str
     key: str
     value: bool | int | str | tuple[str, ...] | None
 
     def __str__(self) -> str:
-        """Return it as an override of the command line."""
+        """Return the change as a command-line override."""
         value = self.value
         if isinstance(value, tuple):
             text = f"[{','.join(value)}]"
@@ -37,7 +36,7 @@ def changed(config: Config, changes: Sequence[Change]) -> Config:
     """Return the configuration with some keys changed, checked as a whole.
 
     Raises:
-        ValueError: the configuration is not one that can run.
+        ValueError: the configuration cannot run.
     """
     sections: dict[str, dict[str, object]] = {}
     for one in changes:
@@ -49,9 +48,9 @@ def changed(config: Config, changes: Sequence[Change]) -> Config:
 
 
 def released(config: Config) -> tuple[Change, ...]:
-    """Return what takes back the switches that cost time alone, where a run has thrown them.
+    """Return the changes that release the run's switches which only cost time.
 
-    Of a run that computes a part again it is not known whether the rest would do instead.
+    Partial recompute is not released: it is unknown whether the other kinds would suffice instead.
     """
     train, dep = config.train, config.dep
     found = list[Change]()
@@ -65,11 +64,11 @@ def released(config: Config) -> tuple[Change, ...]:
 
 
 def switches(config: Config) -> Iterator[list[Change]]:
-    """Yield the switches that are not yet thrown, the least costly first; each has its levels, of
-    which one at most is taken, from the mildest.
+    """Yield the switches that are still off, the least costly first. Each switch is a list of
+    levels, mildest first, of which at most one applies.
     """
     train, dep, limits = config.train, config.dep, config.data.limits
-    # Halves, down to the least that holds any medium.
+    # Repeated halving, down to the smallest chunk that holds any medium.
     chunk, halves = dep.max_patches_per_chunk, list[Change]()
     least = -(-most_patches(limits) // 64) * 64
     while chunk > least:
@@ -81,7 +80,7 @@ def switches(config: Config) -> Iterator[list[Change]]:
         yield [Change("train", "recompute", tuple(EVERYTHING))]
     if dep.keep_activations == "auto":
         yield [Change("dep", "keep_activations", "none")]
-    if not dep.offload_outputs and dep.bubbles == "none":  # one refuses the other
+    if not dep.offload_outputs and dep.bubbles == "none":  # the two exclude each other
         yield [Change("dep", "offload_outputs", True)]
     if not train.offload:
         yield [Change("train", "offload", True)]

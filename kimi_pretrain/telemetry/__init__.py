@@ -1,1 +1,1 @@
-"""Seconds and memory of a step's phases, useful FLOPs, the line of metrics, the run folder."""
+"""Telemetry: phase times and memory, useful FLOPs, metrics lines and the run folder."""

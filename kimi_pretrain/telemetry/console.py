@@ -11,9 +11,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class StepLines:
-    """Prints every n-th step as one plain line, also the first of this start and the run's last.
+    """Formats every n-th step as one plain line, and the first step of this start and the last.
 
-    `first_step` steps of all `steps` were done before. `about`: they are an estimate.
+    Args:
+        first_step: number of steps done before this start.
+        steps: number of steps of the run.
+        every: n.
+        about: `steps` is an estimate.
     """
 
     def __init__(self, first_step: int, steps: int, every: int, *, about: bool = False):
@@ -22,7 +26,7 @@ class StepLines:
         self._done, self._tokens, self._seconds = 0, 0, 0.0
 
     def line(self, step: int, loss: float, tokens: int, seconds: float) -> str | None:
-        """Take a step (from 1), `seconds` after the last; returns the line to print, or None."""
+        """Count a step (from 1), `seconds` after the last; return the line to print, or None."""
         self._done, self._tokens = self._done + 1, self._tokens + tokens
         self._seconds += seconds
         if step % self._every and step not in (self._first + 1, self._steps):
@@ -38,7 +42,7 @@ class StepLines:
 
 
 class StepDisplay:
-    """Shows each step on stdout, as `StepLines` where that is no terminal; see there."""
+    """Shows each step on stdout: a bar on a terminal, otherwise the lines of `StepLines`."""
 
     def __init__(self, first_step: int, steps: int, every: int, *, about: bool = False):
         console = Console()
@@ -66,7 +70,7 @@ class StepDisplay:
         seconds, self._shown = now - self._shown, now
         text = self._lines.line(line["step"], line["loss"], line["tokens"], seconds)
         if text is not None:
-            # Flushed, or a pipe would keep it; a full disk under it is no reason to stop training.
+            # Flushed, because a pipe is buffered; a full disk is no reason to stop training.
             with suppress(OSError):
                 print(text, flush=True)
 
@@ -75,7 +79,7 @@ class StepDisplay:
         means = [f"{n} {m:.4f}" for n, m in line["loss_by_source"].items() if m is not None]
         loss = "none counted" if line["loss"] is None else f"{line['loss']:.4f}"
         text = f"held out at step {line['step']}: loss {loss} ({', '.join(means)})"
-        self._shown += line["seconds"]  # it is no part of a step
+        self._shown += line["seconds"]  # a validation is not part of a step
         with suppress(OSError):
             if self._lines is None:
                 self._bar.console.print(text)
@@ -83,5 +87,5 @@ class StepDisplay:
                 print(text, flush=True)
 
     def close(self) -> None:
-        """End the bar."""
+        """Stop the progress bar."""
         self._bar.stop()

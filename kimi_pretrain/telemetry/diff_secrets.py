@@ -1,10 +1,10 @@
-"""Masks what looks like a secret in a `git diff`, before it goes into a run folder.
+"""Masks likely secrets in a `git diff` before it is stored in a run folder.
 
-A key that somebody pasted into a comment would be copied into every run folder, which more people
-read than the checkout. Masked are values of this process's own secret variables, credentials of
-well-known forms, what follows words such as "password", and long random strings; of files that hold
-secrets by their names nothing is kept. A guess like this misses some and masks other things, too:
-`train.keep_diff=false` keeps nothing.
+A key pasted into a comment would otherwise be copied into every run folder, which more people read
+than the checkout. The masks cover values of this process's secret environment variables,
+credentials of well-known forms, values after words such as "password", and long random strings.
+Files whose names suggest secrets are masked completely. The heuristics miss some secrets and mask
+some other text; `train.keep_diff=false` stores no diff at all.
 """
 
 import math
@@ -16,9 +16,9 @@ from pathlib import PurePosixPath
 
 MASK = b"[masked]"
 _SECRET_NAME = re.compile(r"(?i)secret|token|passw|credential|(?:api|access|private)_?key|_key$")
-_SHORTEST = 8  # a value of a variable that is masked wherever it stands
+_SHORTEST = 8  # minimum length of a variable's value that is masked everywhere
 
-# Files of which nothing is kept.
+# Files that are masked completely.
 _SECRET_FILE = re.compile(
     r"(?i)^(?:\.env(?:\..*)?|.*\.(?:pem|key|p12|pfx|jks|kdbx|keytab)|id_(?:rsa|dsa|ecdsa|ed25519)"
     r"|\.netrc|\.pgpass|\.pypirc|\.npmrc|\.htpasswd|.*credentials?.*|.*secrets?\.\w+)$"
@@ -31,7 +31,7 @@ _FORMS = re.compile(
     rb"|\beyJ[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]{8,}(?:\.[A-Za-z0-9_\-]*)?"  # JSON Web Token
 )
 _IN_ADDRESS = re.compile(rb"(?<=://)[^\s/@\"']+@")
-# The word, what stands between, and the value.
+# Groups: the word with its separator, and the value.
 _AFTER_WORD = re.compile(
     rb"(?i)((?:pass(?:word|wd|phrase)|secret|credential|(?:api|access|private)[_\- ]?key)[\w\-]*"
     rb"[\"']?\s*(?::=|=>|[:=]|\bis\b)?\s*[\"']?)([^\s\"',;(){}\[\]]{6,})"
@@ -41,11 +41,11 @@ _AFTER_TOKEN = re.compile(
 )
 _LONG = re.compile(rb"[A-Za-z0-9+/=]{20,}")
 _HEX = re.compile(rb"[0-9a-fA-F]{32,}")
-_BITS = 3.5  # of entropy for each character: words have less
+_BITS = 3.5  # of entropy per character; words have less
 
 
 def mask_diff(difference: bytes, environment: Mapping[str, str] = os.environ) -> tuple[bytes, int]:
-    """Return a diff with secrets masked, and the number of lines in which something was."""
+    """Return a diff with secrets masked, and the number of masked lines."""
     known = sorted(
         (value.encode() for name, value in environment.items() if _is_secret(name, value)),
         key=lambda value: (-len(value), value),
@@ -53,7 +53,7 @@ def mask_diff(difference: bytes, environment: Mapping[str, str] = os.environ) ->
     lines, masked = list[bytes](), 0
     for line, private in _lines(difference):
         new = _masked(line, known)
-        if private:  # a key in several lines, or of a file that is left out
+        if private:  # a key over several lines, or a line of a secret file
             end = b"\n" if line.endswith(b"\n") else b""
             new = line[:1] + MASK + end
         masked += new != line
@@ -66,7 +66,7 @@ def _is_secret(name: str, value: str) -> bool:
 
 
 def _lines(difference: bytes) -> Iterator[tuple[bytes, bool]]:
-    """Yield lines of a diff, and whether each is secret as a whole."""
+    """Yield each line of a diff, and whether the whole line is secret."""
     file_is_secret = in_hunk = in_key = False
     for line in difference.splitlines(keepends=True):
         if line.startswith(b"diff --git "):
@@ -75,7 +75,7 @@ def _lines(difference: bytes) -> Iterator[tuple[bytes, bool]]:
             in_hunk = in_key = False
         elif line.startswith(b"@@"):
             in_hunk, in_key = True, False
-            if file_is_secret:  # behind its numbers git repeats a line of the file
+            if file_is_secret:  # after the line numbers, git repeats a line of the file
                 head = re.match(rb"@@[^@]*@@", line)
                 line = (head[0] if head else b"@@") + b"\n"
             yield line, False
@@ -99,14 +99,14 @@ def _masked(line: bytes, known: list[bytes]) -> bytes:
 
 
 def _mask_value(found: "re.Match[bytes]") -> bytes:
-    """Mask what follows a word, unless it reads as code or as a word itself."""
+    """Mask the value after a secret word, unless the value looks like code or a plain word."""
     value = found[2]
     plain = re.fullmatch(rb"[A-Za-z_.:]+", value) is not None
     return found[0] if plain or value.startswith(MASK) else found[1] + MASK
 
 
 def _is_random(text: bytes) -> bool:
-    """Return whether a string has small and large letters and digits, and hardly repeats."""
+    """Return whether a string has lower-case and upper-case letters, digits and high entropy."""
     kinds = (rb"[a-z]", rb"[A-Z]", rb"[0-9]")
     if not all(re.search(kind, text) for kind in kinds):
         return False

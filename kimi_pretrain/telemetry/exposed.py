@@ -1,12 +1,12 @@
-"""Exposed encoder time: what a step would save if it had no encoder.
+"""Exposed encoder time: the time that a step would save without an encoder.
 
-The backbone starts when the hand-over has brought the embeddings, on all ranks at about the same
-time; had there been no encoder, it could have started when the last rank came to phase 2. So the
-exposed part of the forward is the common end minus the latest start: the shortest, over the ranks,
-of their own times from the start of phase 2 to the end of phase 3. Each rank reads its own clock
-twice, so clocks of machines are never compared. The same from phase 5 to the end of the gradient
-sum. The exchange and the waiting for slower encoders are in it; time in which a rank waits for
-others anyway (late data, another stage) is not.
+The backbone starts when the hand-over has delivered the embeddings, on all ranks at about the same
+time. Without an encoder, it could have started when the last rank reached phase 2. The exposed part
+of the forward pass is therefore the common end minus the latest start, which equals the minimum
+over the ranks of the time from the start of phase 2 to the end of phase 3. Each rank only compares
+times of its own clock. The exposed backward part is the same from phase 5 to the end of the
+gradient sum. Both include the exchange and the wait for slower encoders, but no time in which a
+rank waits for another reason (late data, another stage).
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,11 +23,11 @@ BACKWARD = ("5 hand-back", "6 gradient sum")
 
 @dataclass(frozen=True)
 class Exposed:
-    """The two stretches of a step that are the encoder's alone.
+    """The two intervals of a step in which only the encoder makes progress.
 
     Attributes:
-        forward, backward: (start, end) in seconds of the wall clock of the rank that was the last
-            to start; None where the step had no such phases.
+        forward, backward: (start, end) in seconds of the wall clock of the rank that started last;
+            None if the step has no such phases.
     """
 
     forward: Span | None
@@ -35,7 +35,7 @@ class Exposed:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds of each; 0.0 for none."""
+        """Seconds of each interval; 0.0 if there is none."""
         both = {"forward": self.forward, "backward": self.backward}
         return {name: span[1] - span[0] if span else 0.0 for name, span in both.items()}
 
@@ -44,12 +44,13 @@ def exposed(everyone: Sequence[Spans], scopes: Iterable[NDArray[np.int64]] = ())
     """Return the exposed encoder time of a step.
 
     Args:
-        scopes: the ranks of each group that shares its media; a hand-over ends for one group
-            alone, and the step waits for the slowest. Default: all ranks together.
+        everyone: spans of all ranks.
+        scopes: the ranks of each group that shares its media; a hand-over ends separately for each
+            group, and the step waits for the slowest. Default: one group of all ranks.
     """
     groups = [ranks.tolist() for ranks in scopes] or [list(range(len(everyone)))]
     forwards = [_shortest([everyone[rank] for rank in ranks], *FORWARD) for ranks in groups]
-    # The gradient is summed over all ranks, whatever the scope.
+    # The gradient is summed over all ranks for any scope.
     return Exposed(
         forward=max((span for span in forwards if span), key=_seconds, default=None),
         backward=_shortest(everyone, *BACKWARD),

@@ -1,7 +1,7 @@
-"""JSON-lines files with a line, or several, for a step, in the order of steps.
+"""JSON-lines files with one or more lines per step, in step order.
 
-After 100,000 steps of a large job metrics.jsonl has gigabytes, and a run is started again hundreds
-of times: what a start does with such a file must not grow with it.
+After 100,000 steps of a large job metrics.jsonl has gigabytes, and a run is restarted hundreds of
+times, so the work of a start must not grow with the file.
 """
 
 import json
@@ -14,24 +14,24 @@ _BLOCK = 1 << 16
 
 
 def abandoned(file: Path) -> Path:
-    """Return where the lines are kept that are cut from a file."""
+    """Return the path that keeps the lines cut from a file."""
     return file.with_suffix(f".abandoned{file.suffix}")
 
 
 def cut_after(file: Path, step: int) -> int | None:
-    """Move the lines that belong to later steps to `abandoned(file)`, and drop a torn last line.
+    """Move the lines of later steps to `abandoned(file)`, and drop an incomplete last line.
 
-    Reads no more than these lines and one before them; the file is cut in one go, when they are on
-    the disk: a run that is killed just now leaves it as it was or as it shall be.
+    Reads only these lines and the line before them. The file is truncated in one operation, after
+    the moved lines are on disk, so a killed run leaves it either unchanged or complete.
 
     Args:
-        step: -1 moves all of them.
+        step: the last step whose lines stay; -1 moves all lines.
 
     Returns:
-        the last step whose lines were moved; None: there were none.
+        the last step whose lines were moved; None if no line was moved.
 
     Raises:
-        ValueError: a line is none of a step.
+        ValueError: a line does not belong to a step.
     """
     if not file.is_file():
         return None
@@ -44,7 +44,7 @@ def cut_after(file: Path, step: int) -> int | None:
             if found <= step:
                 break
             last = found if last is None else last
-            end = start if step >= 0 else 0  # all of it: there is nothing to look for
+            end = start if step >= 0 else 0  # all lines move, so no search is needed
         if last is not None:
             _append(fd, end, whole, abandoned(file))
         if end != size:
@@ -56,10 +56,10 @@ def cut_after(file: Path, step: int) -> int | None:
 
 
 def first_step(file: Path) -> int | None:
-    """Return the step of the first line of a file; None where there is no whole line.
+    """Return the step of the first line of a file; None if there is no complete line.
 
     Raises:
-        ValueError: the line is none of a step.
+        ValueError: the line does not belong to a step.
     """
     if not file.is_file():
         return None
@@ -69,10 +69,10 @@ def first_step(file: Path) -> int | None:
 
 
 def last_step(file: Path) -> int | None:
-    """Return the step of the last whole line of a file; None where there is none.
+    """Return the step of the last complete line of a file; None if there is none.
 
     Raises:
-        ValueError: the line is none of a step.
+        ValueError: the line does not belong to a step.
     """
     if not file.is_file():
         return None
@@ -85,13 +85,13 @@ def last_step(file: Path) -> int | None:
 
 
 def _last_line(fd: int, end: int, file: Path) -> tuple[int, int]:
-    """Return where the line begins that ends before `end`, and its step."""
+    """Return the offset of the line that ends at `end`, and its step."""
     start = _after_newline(fd, end - 1)
     return start, _step_of(os.pread(fd, end - start, start), file, start)
 
 
 def _append(fd: int, start: int, end: int, file: Path) -> None:
-    """Append a stretch of a file to another, durably; drops a torn line at that one's end."""
+    """Append bytes [start, end) of `fd` to a file, durably; drop an incomplete line at its end."""
     with naming(file):
         out = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -108,7 +108,7 @@ def _append(fd: int, start: int, end: int, file: Path) -> None:
 
 
 def _after_newline(fd: int, end: int) -> int:
-    """Return the place after the last newline before `end`; 0 if there is none."""
+    """Return the offset after the last newline before `end`; 0 if there is none."""
     while end > 0:
         begin = max(0, end - _BLOCK)
         if at := os.pread(fd, end - begin, begin).rfind(b"\n") + 1:

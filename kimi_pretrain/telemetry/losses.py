@@ -1,12 +1,12 @@
-"""Losses by the source of their document, and by how far into it they are: sums on the host. Pure.
+"""Sums losses by source and by position in the document, on the host. Pure.
 
-    token of a microbatch -> cell, a source and a bin of places        cells_of
-    losses of a rank's tokens -> sums of its cells                     summed
-    sums of all ranks -> the means that a line of metrics tells        merged, by_source, ...
+    token of a microbatch -> cell: a source and a bin of positions     cells_of
+    losses of a rank's tokens -> sums per cell                         summed
+    sums of all ranks -> the means in a line of metrics                merged, by_source, ...
 
-Each rank that computes losses adds those of its own tokens in fp64, in the order of its rows; the
-sums are added in the order of the ranks. So they are the same in every layout up to rounding, and
-bit for bit in a run that is repeated. Nothing of it goes into training.
+Each rank that computes losses sums those of its own tokens in fp64, in the order of its rows; the
+sums are added in rank order. So they agree in every layout up to rounding, and bit for bit in a
+repeated run. Training does not use them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 
 from data_pipeline.plan.step_plan import GlobalPlan
 
-# Tokens of the first bin; each later one is as wide as all before it: 0-255, 256-511, 512-1023, ...
+# Width of the first bin; each later bin is as wide as all before it: 0-255, 256-511, 512-1023, ...
 FIRST_BIN = 256
 
 
 def bins_of(seq_len: int) -> list[tuple[int, int]]:
-    """Return [first, last] place of each bin of a document of at most `seq_len` tokens.
+    """Return the [first, last] position of each bin of a document of at most `seq_len` tokens.
 
-    The place of a loss is the number of the document's tokens that come before the predicted one.
+    The position of a loss is the number of tokens in its document before the predicted token.
     """
     starts = [0]
     while (start := max(FIRST_BIN, 2 * starts[-1])) < seq_len:
@@ -35,9 +35,9 @@ def bins_of(seq_len: int) -> list[tuple[int, int]]:
 
 
 def cells_of(plan: GlobalPlan, rows: range) -> NDArray[np.int32]:
-    """Return the cell of the loss at every place of some rows, [rows, seq_len]; 0 at padding.
+    """Return the cell of the loss at every token of some rows, [rows, seq_len]; 0 at padding.
 
-    A cell is source x bins + bin. With several samples in a row every token has its own sample's.
+    A cell is source x bins + bin; the source is that of the token's sample.
     """
     table, seq_len = plan.samples, plan.seq_len
     bins = bins_of(seq_len)
@@ -46,7 +46,7 @@ def cells_of(plan: GlobalPlan, rows: range) -> NDArray[np.int32]:
     length = table.length[first:end].astype(np.int64)
     inside = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
     begin = (table.row[first:end].astype(np.int64) - rows.start) * seq_len + table.start[first:end]
-    # The loss at a token is that of the next one.
+    # The loss at a token is that of predicting the next token.
     which = np.searchsorted([start for start, _ in bins], inside + 1, side="right") - 1
     source = np.repeat(table.source[first:end].astype(np.int64), length)
     cells.reshape(-1)[np.repeat(begin, length) + inside] = source * len(bins) + which
@@ -69,7 +69,7 @@ class LossSums:
 
 
 def summed(losses: NDArray[np.floating], cells: NDArray[np.int32]) -> LossSums:
-    """Sum the losses of tokens [n] by their cells [n]; those of cell -1 do not count."""
+    """Sum the losses of tokens [n] by their cells [n]; losses in cell -1 do not count."""
     counted = cells >= 0
     cells = cells[counted]
     tokens = np.bincount(cells)
@@ -81,11 +81,11 @@ def summed(losses: NDArray[np.floating], cells: NDArray[np.int32]) -> LossSums:
 
 @dataclass(frozen=True, eq=False)
 class LossTable:
-    """Losses of the global batch, or of several.
+    """Losses of one or more global batches.
 
     Attributes:
         sources: names, in the order of their numbers.
-        bins: [first, last] place of each.
+        bins: [first, last] position of each.
         loss: fp64 [sources, bins], summed.
         tokens: int64 [sources, bins].
     """
@@ -96,15 +96,15 @@ class LossTable:
     tokens: NDArray[np.int64]
 
     def by_source(self) -> dict[str, float | None]:
-        """Return the mean loss of each source; None where none of its tokens was trained on."""
+        """Return the mean loss of each source; None if none of its tokens was trained on."""
         return self._means(self.sources, 1)
 
     def by_position(self) -> dict[str, float | None]:
-        """Return the mean loss of each bin, "256-511" -> nats; None where no token was in it."""
+        """Return the mean loss of each bin, "256-511" -> nats; None for an empty bin."""
         return self._means(self._bin_names, 0)
 
     def by_both(self) -> dict[str, dict[str, float | None]]:
-        """Return source -> bin -> mean loss, of the bins that have tokens."""
+        """Return source -> bin -> mean loss, for the bins that have tokens."""
         found = {}
         for name, loss, tokens in zip(self.sources, self.loss, self.tokens, strict=True):
             means = _means(self._bin_names, loss, tokens)
@@ -112,7 +112,7 @@ class LossTable:
         return found
 
     def as_line(self) -> dict[str, Mapping[str, Any]]:
-        """Return the means by source and by place, and the tokens they are of, for a line."""
+        """Return the means by source and by position, with their numbers of tokens, for a line."""
         counts = dict(zip(self.sources, self.tokens.sum(1).tolist(), strict=True))
         places = dict(zip(self._bin_names, self.tokens.sum(0).tolist(), strict=True))
         return {
@@ -131,7 +131,7 @@ class LossTable:
 
 
 def merged(everyone: Iterable[LossSums], sources: Sequence[str], seq_len: int) -> LossTable:
-    """Add the sums of all ranks, in the order of the ranks."""
+    """Add the sums of all ranks, in rank order."""
     bins = bins_of(seq_len)
     loss = np.zeros(len(sources) * len(bins))
     tokens = np.zeros(loss.size, np.int64)

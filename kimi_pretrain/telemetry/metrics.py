@@ -1,4 +1,4 @@
-"""One line of metrics per step, from what every rank measured.
+"""Computes the metrics line of a step from the measurements of all ranks.
 
 The ranks' `RankMetrics` are gathered once per step; the rest is arithmetic, the same on every rank.
 """
@@ -28,7 +28,7 @@ from kimi_pretrain.telemetry.mfu import Peak, peak_flops, step_flops, utilisatio
 from kimi_pretrain.telemetry.phases import seconds_of_phases
 from kimi_pretrain.telemetry.stopwatch import Section
 
-if TYPE_CHECKING:  # the step brings the engine along, which reading a line does not need
+if TYPE_CHECKING:  # the step imports the engine, which readers of a line do not need
     from kimi_pretrain.step import StepReport
     from kimi_pretrain.update import UpdateReport
 
@@ -37,17 +37,17 @@ ENCODING = ("2 vision forward", "6 vision backward")
 
 @dataclass(frozen=True)
 class RankMetrics:
-    """What one rank measured in a step; part of its `RankReport`.
+    """Measurements of one rank in a step; part of its `RankReport`.
 
     Attributes:
         spans, peak_bytes, exchange_bytes, kept_patches, losses, bubble_seconds, bubble_times,
             bubble_sections: as in `StepReport`.
-        first_stage: whether the rank takes in embeddings.
-        seconds: of the whole step, waiting for data included.
+        first_stage: True if the rank receives embeddings.
+        seconds: of the whole step, including the wait for data.
         requests, bytes: of the store, since the run began.
-        update: of the tensors whose update this rank made.
-        save: "stall" -> seconds that training waited for a checkpoint since the last line;
-            "background" -> seconds that one took which has become complete since then.
+        update: figures of the tensors that this rank updated.
+        save: "stall" -> seconds that training waited for checkpoints since the last line;
+            "background" -> duration of a background save that completed since then.
     """
 
     spans: dict[str, tuple[float, float]]
@@ -94,7 +94,7 @@ def rank_metrics(
 
 
 class Telemetry:
-    """Makes the lines of a run: knows the model's FLOPs, the device's best and who shares media."""
+    """Builds a run's metrics lines from model FLOPs, the device's peak and the media scopes."""
 
     def __init__(self, config: Config, peak: Peak):
         self.config, self.peak = config, peak
@@ -102,7 +102,7 @@ class Telemetry:
 
     @classmethod
     def on(cls, config: Config, device: torch.device) -> "Telemetry":
-        """Return one for ranks like this one; on a CPU its best speed is measured, in 0.1 s."""
+        """Return a Telemetry for ranks on this device; measures the peak of a CPU in 0.1 s."""
         dtype: torch.dtype = getattr(torch, config.train.dtype)
         return cls(config, peak_flops(device, dtype, config.train.peak_tflops))
 
@@ -152,8 +152,8 @@ class Telemetry:
         self, items: int, seconds: float, everyone: Sequence[RankMetrics]
     ) -> dict[str, Any]:
         found = exposed([record.spans for record in everyone], self.scopes)
-        # Co-located or in bubbles the encoder runs inside the backbone: its time cannot be measured
-        # from outside.
+        # Co-located or in bubbles, the encoder runs inside the backbone phase, so its time cannot
+        # be measured separately.
         inside = any(record.bubble_seconds is not None for record in everyone)
         unknown = bool(items) and (inside or found.forward is None)
         total = None if unknown else sum(found.seconds.values())
@@ -187,7 +187,7 @@ class Telemetry:
 
 
 def _siglip(report: "StepReport") -> dict[str, Any]:
-    """Return the loss of the pairs and their number; nothing where `train.siglip` is off."""
+    """Return the loss of the pairs and their number; empty if `train.siglip` is off."""
     if report.siglip is None:
         return {}
     loss, pairs, _ = report.siglip
@@ -195,7 +195,7 @@ def _siglip(report: "StepReport") -> dict[str, Any]:
 
 
 def _bubbles(everyone: Sequence[RankMetrics]) -> dict[str, Any]:
-    """Return the seconds of bubbles, of each kind; nothing where no vision work ran in them."""
+    """Return the bubble seconds by kind; empty if no vision work ran in bubbles."""
     found = [record.bubble_seconds for record in everyone]
     ranks = [seconds for seconds in found if seconds is not None]
     if not ranks:
@@ -218,9 +218,9 @@ def _bubbles(everyone: Sequence[RankMetrics]) -> dict[str, Any]:
 
 
 def _optimizer(update: "UpdateReport", everyone: Sequence[RankMetrics]) -> dict[str, Any]:
-    """Return what the optimizer did: maxima of attention, and the figures of all ranks together.
+    """Return the attention maxima and the optimizer's figures, merged over all ranks.
 
-    A maximum is None where no document was seen.
+    A maximum is None if no document was seen.
     """
     model = merge_figures(record.update for record in everyone)
     return {
@@ -239,7 +239,7 @@ def _seen(logit: float) -> float | None:
 
 
 def share_of_largest(sizes: NDArray[np.int64], part: float) -> float | None:
-    """Return the share of all patches in the largest `part` of the items; None without items."""
+    """Return the patch share of the largest fraction `part` of the items; None without items."""
     if not len(sizes):
         return None
     largest = np.sort(sizes)[::-1][: max(1, round(part * len(sizes)))]
@@ -247,10 +247,10 @@ def share_of_largest(sizes: NDArray[np.int64], part: float) -> float | None:
 
 
 def loads_per_rank(vision: VisionPlan) -> dict[str, dict[str, list[float]]]:
-    """Return what each rank encodes under three assignments, as patches and as predicted seconds.
+    """Return each rank's encoder load under three assignments, in patches and predicted seconds.
 
-    "naive" encodes each item on the first stage that owns its row, as systems without DEP do;
-    "round_robin" deals items out by count; "dep" is what was done. Seconds are what DEP balances.
+    "naive" encodes each item on the first-stage rank that owns its row, as systems without DEP do;
+    "round_robin" assigns items in turn; "dep" is the assignment of the run. DEP balances seconds.
     """
     world, sizes = vision.num_ranks, vision.patches.astype(np.float64)
     dealt = round_robin(sizes, world)
@@ -269,7 +269,7 @@ def loads_per_rank(vision: VisionPlan) -> dict[str, dict[str, list[float]]]:
 
 
 def _phase_seconds(everyone: Sequence[RankMetrics]) -> dict[str, dict[str, float]]:
-    """Return for each phase the longest and the mean of the ranks that went through it."""
+    """Return, for each phase, the maximum and the mean over the ranks that ran it."""
     found: dict[str, list[float]] = {}
     for record in everyone:
         for phase, seconds in seconds_of_phases(record.spans).items():
@@ -278,10 +278,10 @@ def _phase_seconds(everyone: Sequence[RankMetrics]) -> dict[str, dict[str, float
 
 
 def _imbalance(vision: VisionPlan, everyone: Sequence[RankMetrics]) -> dict[str, float | None]:
-    """Return the slowest encoding rank over the mean of all, as planned and as it was.
+    """Return the encoder time of the slowest rank over the mean, as predicted and as measured.
 
-    1.0 without media. What was measured holds the waiting of ranks that share an item; it is None
-    where the encoder runs in the graph of the backbone.
+    It is 1.0 without media. The measured value includes waits between ranks that share an item; it
+    is None if the encoder runs in the backbone's graph.
     """
     phases = [seconds_of_phases(record.spans) for record in everyone]
     measured = np.array([sum(one.get(name, 0.0) for name in ENCODING) for one in phases])
@@ -298,13 +298,13 @@ def _balance(vision: VisionPlan, everyone: Sequence[RankMetrics]) -> dict[str, A
     patches = loads["patches_per_rank"]
     owners = [patches["naive"][rank] for rank, one in enumerate(everyone) if one.first_stage]
     balance = {name: max_over_mean(np.array(load)) for name, load in patches.items()}
-    # Among the first stages alone: what is left of "naive" without the stages that would wait.
+    # The imbalance of "naive" among first-stage ranks only, without the idle other stages.
     balance["naive_among_owners"] = max_over_mean(np.array(owners))
     return {"balance": balance, **loads}
 
 
 def _memory(everyone: Sequence[RankMetrics]) -> dict[str, Any]:
-    """Return the peak memory of each phase, and of the step; empty where it is not measured."""
+    """Return the peak memory of each phase and of the step; empty if it is not measured."""
     phases = dict.fromkeys(phase for record in everyone for phase in record.peak_bytes)
     by_phase = {
         phase: _peak([record.peak_bytes.get(phase, 0) for record in everyone], everyone)
@@ -315,14 +315,14 @@ def _memory(everyone: Sequence[RankMetrics]) -> dict[str, Any]:
 
 
 def _peak(peaks: Sequence[int], everyone: Sequence[RankMetrics]) -> dict[str, Any]:
-    """Return the largest in GiB, whose it is, and the largest of the first stage's ranks."""
+    """Return the largest peak in GiB, its rank, and the largest peak on the first stage."""
     first = [peak for peak, record in zip(peaks, everyone, strict=True) if record.first_stage]
     found = _largest([peak / GIB for peak in peaks])
     return found | {"first_stage": max(first, default=0) / GIB}
 
 
 def _save(everyone: Sequence[RankMetrics]) -> dict[str, float]:
-    """Return the slowest rank's seconds; empty where nothing was saved."""
+    """Return the slowest rank's seconds; empty if nothing was saved."""
     found: dict[str, float] = {}
     for record in everyone:
         for what, seconds in record.save.items():
@@ -332,7 +332,7 @@ def _save(everyone: Sequence[RankMetrics]) -> dict[str, float]:
 
 
 def _exchange(everyone: Sequence[RankMetrics]) -> dict[str, dict[str, Any]]:
-    """Return the bytes that ranks sent to others, each way: the busiest rank's, and all."""
+    """Return the bytes that ranks sent to others, each way: largest rank and sum."""
     found: dict[str, dict[str, Any]] = {}
     for way in ("over", "back"):
         sent = [record.exchange_bytes.get(way, 0) for record in everyone]
@@ -341,6 +341,6 @@ def _exchange(everyone: Sequence[RankMetrics]) -> dict[str, dict[str, Any]]:
 
 
 def _largest(values: Sequence[float]) -> dict[str, Any]:
-    """Return the largest of the ranks' values, and whose it is: the first of equals."""
+    """Return the largest of the ranks' values and its rank, the first among equals."""
     rank = int(np.argmax(values))
     return {"max": values[rank], "rank": rank}

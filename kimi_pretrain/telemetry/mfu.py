@@ -1,11 +1,12 @@
-"""Useful floating-point operations of a step, and how many a device could do at best.
+"""Counts the useful floating-point operations of a step and the peak rate of a device.
 
-Useful is what the mathematics asks for: matrix products of tokens that count, each once. Nothing
-that is computed again (activations, the encoder's recompute) and no padding is counted, and of
-causal attention only what lies below the diagonal, inside each document: half of its square.
+Useful operations are the matrix products that the mathematics requires, each counted once.
+Recompute and padding do not count. Causal attention counts only the pairs below the diagonal inside
+each document: half of its square.
 
-A product of activations with a weight is done once forward, once for the weight's gradient where it
-is trained, and once for the input's where anything before it is: three forwards in all, as a rule.
+A product of activations with a weight is computed once forward, once for the weight's gradient if
+the weight is trained, and once for the input's gradient if anything before it is trained. It
+usually costs three forwards in all.
 """
 
 import math
@@ -29,9 +30,9 @@ Ints = NDArray[np.int64]
 # they are faster). From NVIDIA's data sheets, which print the tensor cores' figures with sparsity,
 # twice these: "A100 Tensor Core GPU" (2021), "H100 Tensor Core GPU" (2023: SXM, PCIe, NVL),
 # "H200 Tensor Core GPU" (2024: SXM, NVL); and its "Blackwell Architecture Technical Brief" (2024:
-# HGX B200, GB200). Keyed by the driver's whole name of a whole device, without "NVIDIA ". A MIG
+# HGX B200, GB200). Keyed by the driver's full name of a whole device, without "NVIDIA ". A MIG
 # slice ("H200 MIG 1g.18gb"), a virtual GPU ("A100-10C") and other products ("RTX A1000", "GH200
-# 480GB") have other names, so they are measured.
+# 480GB") have other names, so their peak is measured.
 _A100, _H100, _NVL = (312, 156, 19.5, 19.5), (989, 494, 67, 67), (835, 417, 60, 60)
 KNOWN_GPUS: dict[str, tuple[float, float, float, float]] = {
     "A100-SXM4-40GB": _A100,
@@ -51,20 +52,20 @@ MEASURED_SECONDS, MEASURED_TIMES = 0.1, 5
 
 @dataclass(frozen=True)
 class StepFlops:
-    """Useful operations of one step on all ranks: forward, and backward of what is trained."""
+    """Useful operations of one step on all ranks, in the forward and the backward pass."""
 
     encoder: float
     backbone: float
 
     @property
     def total(self) -> float:
-        """Both."""
+        """Sum of encoder and backbone."""
         return self.encoder + self.backbone
 
 
 @dataclass(frozen=True)
 class Peak:
-    """What one rank could compute at best, in dense products, and where the number is from."""
+    """Peak rate of one rank for dense matrix products, and the source of the number."""
 
     flops_per_second: float
     source: str
@@ -82,8 +83,8 @@ def step_flops(
     Args:
         grids: patch grids (frames, height, width) of the step's media items, [items, 3].
         lengths: tokens of each document of the step, [documents].
-        frozen: of `train.frozen`: these parts get no gradients.
-        pairs: operations of `train.siglip`'s heads, forward alone.
+        frozen: as in `train.frozen`; these parts get no gradients.
+        pairs: forward operations of `train.siglip`'s heads.
     """
     tower, projector = "vision_tower" not in frozen, "projector" not in frozen
     vision = (tower or projector) and len(grids) > 0
@@ -113,7 +114,8 @@ def encoder_flops(
         _product(embed, trained=tower, upstream=False)
         + _product(blocks, trained=tower, upstream=tower)
         + _activations(float(quadratic.sum()), upstream=tower)
-        # Its first layer is a norm with a gain: gradients go all the way through the projector.
+        # The projector begins with a norm that has a gain, so a trained projector also needs the
+        # gradients of its products' inputs.
         + _product(joined, trained=projector, upstream=tower or projector)
     )
 
@@ -125,7 +127,7 @@ def backbone_flops(
 
     Args:
         lengths: tokens of each document, [documents].
-        upstream: whether its input's gradients are wanted, for the encoder's sake.
+        upstream: whether the encoder needs the gradients of the input.
     """
     size = np.asarray(lengths, dtype=np.float64)
     linear = 2.0 * float(size.sum()) * active_weights(config)
@@ -136,9 +138,9 @@ def backbone_flops(
 
 
 def active_weights(config: LanguageConfig) -> int:
-    """Return the weights that one token is multiplied with: of its own experts only.
+    """Return the number of weights that one token is multiplied with, including only its experts.
 
-    The embedding is looked up and norms are no products; the head counts.
+    The head counts; the embedding, a lookup, and the norms do not.
     """
     dense, moe, head = active_parameters(config)
     num_dense = config.num_dense_layers
@@ -146,13 +148,13 @@ def active_weights(config: LanguageConfig) -> int:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, override: float | None = None) -> Peak:
-    """Return what one rank could compute at best.
+    """Return the peak rate of one rank.
 
     Args:
-        device: of the rank. A GPU that is not in the table by its whole name, and a CPU, is
-            measured by a short matrix product: an honest best of this process, not of the hardware.
-        dtype: of the model. fp32 on CUDA is TF32 where torch is allowed to use it.
-        override: TFLOP/s, `train.peak_tflops`; taken as it is.
+        device: of the rank. The peak of a CPU, or of a GPU whose full name is not in the table, is
+            measured by short matrix products: the best of this process, not of the hardware.
+        dtype: of the model. fp32 on CUDA is TF32 if torch is allowed to use it.
+        override: TFLOP/s from `train.peak_tflops`; used unchanged.
     """
     if override is not None:
         return Peak(override * 1e12, "train.peak_tflops")
@@ -166,10 +168,10 @@ def peak_flops(device: torch.device, dtype: torch.dtype, override: float | None 
 
 
 def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the operations a second of the fastest of some square products, in 0.1 s or so.
+    """Return the operations per second of the fastest of some square products, within about 0.1 s.
 
-    They are as small as full speed allows, about 0.3 ms: on a busy machine the fastest of many is
-    one that nothing interrupted.
+    The products are as small as full speed allows, about 0.3 ms each, so that on a busy machine at
+    least one runs without interruption.
     """
     size = 4096 if device.type == "cuda" else 256 * math.isqrt(torch.get_num_threads())
     left, right = torch.rand(2, size, size, device=device).to(dtype)
@@ -184,17 +186,17 @@ def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def utilisation(useful: float, seconds: float, world_size: int, peak: Peak) -> float:
-    """Return MFU: useful operations over what all ranks could have done in this time."""
+    """Return MFU: useful operations over the peak operations of all ranks in this time."""
     return useful / (seconds * world_size * peak.flops_per_second)
 
 
 def _product(forward: float, trained: bool, upstream: bool) -> float:
-    """Return forward and backward of activations times weights."""
+    """Return the forward and backward operations of a product of activations with weights."""
     return forward * (1 + trained + upstream)
 
 
 def _activations(forward: float, upstream: bool) -> float:
-    """Return forward and backward of activations times activations, in attention."""
+    """Return the forward and backward operations of a product of activations, in attention."""
     return forward * (3 if upstream else 1)
 
 

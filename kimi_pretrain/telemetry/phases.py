@@ -1,8 +1,8 @@
-"""Seconds and peak memory of the phases of a step, on one rank.
+"""Measures seconds and peak memory of the phases of a step, on one rank.
 
-Spans never overlap. A phase that begins inside another one interrupts it, and one that runs twice
-in a step is two spans: the second is called "name#2". So the seconds of all spans add up, and a
-trace or a timeline draws every one of them where it was; `phase_of` gives the name back.
+Spans never overlap. A phase that begins inside another phase interrupts it. A phase that runs twice
+in a step has two spans; the second is called "name#2", and `phase_of` returns the plain name. So
+the seconds of all spans add up, and a trace shows each span at its time.
 """
 
 import time
@@ -25,7 +25,7 @@ class CudaMeter:
         self._device = device
 
     def reset(self) -> None:
-        """Forget the peak so far."""
+        """Reset the peak."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def read(self) -> int | None:
@@ -36,10 +36,10 @@ class CudaMeter:
 class ProcessMeter:
     """Resident bytes of this process, code and background threads included (Linux).
 
-    Writing "5" to clear_refs makes the kernel's high-water mark (VmHWM) start anew, whatever the
-    size of the process: 9 microseconds, and 15 to read it. `ru_maxrss` of getrusage starts anew
-    with it, so nothing else in a training process may rely on that number. The kernel counts in
-    batches for each core: a few hundred KiB of error are normal.
+    Writing "5" to clear_refs resets the kernel's high-water mark (VmHWM). This takes 9
+    microseconds for any size of the process, and reading takes 15. It also resets `ru_maxrss` of
+    getrusage, so nothing else in a training process may rely on that number. The kernel counts in
+    batches per core: an error of a few hundred KiB is normal.
     """
 
     def __init__(self, process: Path = Path("/proc/self")):
@@ -47,10 +47,10 @@ class ProcessMeter:
         self._works = True
 
     def reset(self) -> None:
-        """Forget the peak so far; where this is not allowed, never measure again."""
+        """Reset the peak; if this is not permitted, stop measuring for good."""
         try:
             self._clear.write_bytes(b"5")
-        except OSError:  # no such file, or not ours to write: the step goes on without the number
+        except OSError:  # no such file, or no permission: the step continues without the number
             self._works = False
 
     def read(self) -> int | None:
@@ -66,28 +66,28 @@ class ProcessMeter:
 
 
 class PhaseClock:
-    """Records when the phases of a step ran on this rank, and the most memory each one used.
+    """Records the times and the peak memory of a step's phases on this rank.
 
     Attributes:
-        spans: phase -> (start, end) in seconds of the wall clock, in the order in which they
-            ended; a phase that ran or was resumed again has more entries, see the module.
-        peak_bytes: phase -> most bytes in use during it (all its spans), without what cannot be
-            measured on this machine. CUDA: of tensors; CPU: resident in the whole process.
+        spans: phase -> (start, end) in seconds of the wall clock, ordered by end; a phase that ran
+            or resumed several times has several entries, see the module.
+        peak_bytes: phase -> peak bytes over all its spans, missing if this machine cannot measure
+            them. CUDA: tensors; CPU: resident bytes of the whole process.
         on_phase: called with the name of a phase that begins or resumes.
     """
 
     def __init__(self, device: torch.device, meter: CudaMeter | ProcessMeter | None = None):
-        """Start a clock; `meter` is chosen by the device unless given."""
+        """Start a clock; the device decides the default `meter`."""
         self._device = device
         self._meter = meter or (CudaMeter(device) if device.type == "cuda" else ProcessMeter())
         self.on_phase: Callable[[str], object] = lambda phase: None
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new step: new, empty records; those handed out before stay as they are."""
+        """Begin a new step with new, empty records; records returned earlier stay unchanged."""
         self.spans: dict[str, Span] = {}
         self.peak_bytes: dict[str, int] = {}
-        # A phase lasts as long as the monotonic clock says, even where the wall clock is set.
+        # Durations follow the monotonic clock, even if the wall clock is adjusted.
         self._wall = time.time() - time.perf_counter()
         self._times: dict[str, int] = {}
         self._running: list[str] = []
@@ -95,7 +95,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure what happens inside under `name`; an enclosing phase is interrupted meanwhile."""
+        """Measure the code inside the context as phase `name`; it interrupts an enclosing phase."""
         if self._running:
             self._end(self._running[-1])
         self._running.append(name)
@@ -114,7 +114,7 @@ class PhaseClock:
 
     def _end(self, name: str) -> None:
         if self._device.type == "cuda":
-            # This stream alone: a collective that overlaps with the next phase goes on.
+            # Synchronises this stream only, so collectives can overlap with the next phase.
             torch.cuda.current_stream(self._device).synchronize()
         end = self._wall + time.perf_counter()
         self._times[name] = times = self._times.get(name, 0) + 1
@@ -129,7 +129,7 @@ def phase_of(span: str) -> str:
 
 
 def seconds_of_phases(spans: Spans) -> dict[str, float]:
-    """Return the seconds spent in each phase, all its spans together."""
+    """Return the seconds of each phase, summed over its spans."""
     seconds: dict[str, float] = {}
     for span, (start, end) in spans.items():
         phase = phase_of(span)
@@ -138,12 +138,12 @@ def seconds_of_phases(spans: Spans) -> dict[str, float]:
 
 
 def first_start(spans: Spans, phase: str) -> float | None:
-    """Return when a phase began; None if it did not run."""
+    """Return the time at which a phase first began; None if it did not run."""
     return min(
         (start for name, (start, _) in spans.items() if phase_of(name) == phase), default=None
     )
 
 
 def last_end(spans: Spans, phase: str) -> float | None:
-    """Return when a phase last ended; None if it did not run."""
+    """Return the time at which a phase last ended; None if it did not run."""
     return max((end for name, (_, end) in spans.items() if phase_of(name) == phase), default=None)

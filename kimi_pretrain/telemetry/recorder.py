@@ -1,8 +1,8 @@
-"""Phase 8: per-rank reports, all-gathered once per step, and the files rank 0 writes from them.
+"""Phase 8: per-rank reports, all-gathered once per step, and the files that rank 0 writes.
 
-metrics.jsonl has one line per step, anomalies.jsonl one per step that the guard objected to,
-quarantine.jsonl the samples that could not be used. A write error between two saves is logged and
-does not end the run.
+metrics.jsonl has one line per step, anomalies.jsonl one line per step with an anomaly, and
+quarantine.jsonl the unusable samples. A write error between two saves is logged and does not end
+the run.
 """
 
 import json
@@ -27,7 +27,7 @@ from kimi_pretrain.telemetry.jsonl import last_step as last_written
 from kimi_pretrain.telemetry.metrics import RankMetrics, Telemetry
 from kimi_pretrain.telemetry.run_dir import History, MetricsWriter, write_trace
 
-if TYPE_CHECKING:  # these bring the engine along
+if TYPE_CHECKING:  # these import the engine
     from kimi_pretrain.engine.mesh import Mesh
     from kimi_pretrain.step import StepReport
 
@@ -36,13 +36,14 @@ log = logging.getLogger("kimi_pretrain.telemetry.recorder")
 
 @dataclass(frozen=True)
 class RankReport:
-    """Per-rank report, all-gathered once per step: some 2 KB.
+    """Per-rank report, all-gathered once per step: about 2 KB.
 
-    Ranks of the last stage add 24 bytes for each source and bin of places of which they had a loss:
-    at most 55 KB with 200 sources in rows of 262,144 tokens, far less in one rank's rows of a step.
+    Ranks of the last stage add 24 bytes for each pair of source and position bin with a loss: at
+    most 55 KB with 200 sources in rows of 262,144 tokens, and far less for one rank's rows of a
+    step.
 
     Attributes:
-        stop: why the rank was asked to stop; None if it was not.
+        stop: the reason why the rank has to stop; None if it does not.
         save: progress of its part of a save.
         unusable: samples of the plan that it could not use: (sample, item, reason).
         copies: hashes of its copies of some tensors, before the update.
@@ -60,7 +61,7 @@ def check_agreement(step: int, everyone: Sequence[RankReport]) -> None:
     """Check that all ranks have the same verdict, and that their copies of tensors are equal.
 
     Raises:
-        RuntimeError: verdicts or tensors differ; names the ranks.
+        RuntimeError: verdicts or tensors differ; the message names the ranks.
     """
     odd = [rank for rank, report in enumerate(everyone) if report.verdict != everyone[0].verdict]
     if odd:
@@ -72,19 +73,20 @@ def check_agreement(step: int, everyone: Sequence[RankReport]) -> None:
 
 
 def stop_reason(everyone: Iterable[Any]) -> str | None:
-    """Return the first rank's reason to stop, given every rank's; None if no rank has one."""
+    """Return the first reason to stop, given the reason of every rank; None if no rank has one."""
     asked = ((rank, reason) for rank, reason in enumerate(everyone) if reason is not None)
     return next((f"{reason} at rank {rank}" for rank, reason in asked), None)
 
 
 class Recorder:
-    """Writes the files of a run, on rank 0; on the others it does nothing.
+    """Writes the files of a run on rank 0; does nothing on other ranks.
 
     Args:
-        first_step: steps already done; lines of later steps, of an earlier attempt, are set aside.
+        first_step: number of steps already done; lines of later steps, from an earlier attempt,
+            are moved to another file.
         indices: of the sources, in the planner's order.
         history: see `MetricsWriter`.
-        end: where a budget ends the run; used on rank 0.
+        end: the end of the run by a budget; used on rank 0.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class Recorder:
     ):
         self.config, self.run_dir, self.indices = config, run_dir, indices
         self.writes, self.first_step = mesh.rank == 0, first_step
-        # An estimate is for people; who compares numbers is told of no fewer steps than there are.
+        # status.json is read by programs, so it never reports an estimate of the steps.
         self._steps = last_step(end if end and end.exact else None, config.train.steps)
         if self.writes:
             self.telemetry = Telemetry.on(config, mesh.device)
@@ -121,7 +123,7 @@ class Recorder:
         everyone: Sequence[RankReport],
         state: dict[str, Any],
     ) -> None:
-        """Write the lines of a step, counted from 1; `state`: of the loader, before the step."""
+        """Write the lines of a step (from 1); `state`: the loader's state before the step."""
         if not self.writes:
             return
         metrics = [rank.metrics for rank in everyone]
@@ -140,10 +142,11 @@ class Recorder:
         self._quarantine(step, batch, everyone)
 
     def to_validate(self, step: int, due: bool) -> bool:
-        """Whether a step's line is to be written to heldout.jsonl.
+        """Return whether to write a step's line to heldout.jsonl.
 
-        Not where an earlier start did. Where there is none at all, before the first step of a start
-        too that is not `due`: a stage may begin at any step.
+        A `due` validation is skipped if an earlier start wrote its line. A validation before the
+        first step of a start that is not `due` only runs if there is no line yet, because a stage
+        may begin at any step.
         """
         if not self.writes:
             return False
@@ -156,7 +159,7 @@ class Recorder:
             self.metrics.write_heldout(line)
 
     def _quarantine(self, step: int, batch: StepBatch, everyone: Sequence[RankReport]) -> None:
-        # Two stages that read the same row find the same fault: a set.
+        # A set, because two stages that read the same row find the same fault.
         found = {entry for rank in everyone for entry in rank.unusable}
         for sample, item, reason in sorted(found, key=str):
             index = self.indices[batch.plan.samples.source[sample]]
@@ -174,7 +177,7 @@ class Recorder:
         """Write status.json.
 
         Raises:
-            OSError: it cannot be written, and is not that of a run under way.
+            OSError: it cannot be written, and the run has not trained a step yet or has ended.
         """
         if self.writes:
             steps = step if state == "finished" else self._steps
@@ -183,7 +186,7 @@ class Recorder:
                 write_status(self.run_dir, status)
 
     def close(self) -> None:
-        """Close everything."""
+        """Close all files."""
         if self.writes:
             self.metrics.close()
             self._anomalies.close()

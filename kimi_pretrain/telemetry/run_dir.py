@@ -1,7 +1,7 @@
-"""The run folder: resolved config, versions, git state, metrics, logs, a trace.
+"""Writes the run folder: resolved config, versions, git state, metrics, logs and a trace.
 
-Rank 0 writes everything but the logs, of which each rank has its own. No credential is ever
-written: the config holds none, and the environment is not recorded.
+Rank 0 writes everything except the logs; each rank has its own log. No credential is ever written:
+the config holds none, and the environment is not recorded.
 """
 
 import hashlib
@@ -53,18 +53,18 @@ PACKAGES = (*MANIFEST_PACKAGES, "pillow", "av", "boto3", "tiktoken", "transforme
 
 log = logging.getLogger("kimi_pretrain.telemetry.run_dir")
 
-# Of a checkout's differences that are kept.
+# Maximum size of the stored git diff.
 DIFF_BYTES = 1 << 20
 NOT_DRAWN = ("step", "rank", "mean")
-# Numbers by the names of sources, which may be any, "max" too.
+# Values keyed by source names, which may be any word, even "max".
 BY_SOURCE = ("loss_by_source", "loss_tokens_by_source", "loss_by_source_and_position")
 History = Literal["own", "other", "none"]
-# Lists with a number for each layer; other lists (of ranks) are not drawn.
+# Lists with a number per layer; other lists (per rank) are not drawn.
 BY_LAYER = ("max_logits",)
 
 
 def log_to(folder: Path, rank: int) -> logging.Logger:
-    """Send this process's log to `logs/rank_<rank>.log`; warnings also to the terminal."""
+    """Send this process's log to `logs/rank_<rank>.log`; rank 0 also prints its warnings."""
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     handler = _LogFile(logs / f"rank_{rank}.log")
@@ -87,13 +87,16 @@ def describe_environment(
     sources: Sequence[Mapping[str, Any]] | None = None,
     mixtures: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write config.yaml, versions.json, and git.json with diff.patch where there is a checkout.
+    """Write config.yaml and versions.json; in a git checkout also git.json and diff.patch.
 
-    sources.json, too, where `data_pipeline.access.run_sources` has told what it reads, and
-    mixtures.json with the shares of all its steps (`data_pipeline.plan.report.mixtures`).
-
-    began_from.json, too, where the run begins with weights of other runs' checkpoints; a resume
-    leaves it as it is.
+    Args:
+        folder: of the run.
+        config: of the run.
+        began_from: written to began_from.json if the run starts from weights of other runs'
+            checkpoints; a resume leaves the file unchanged.
+        sources: written to sources.json; from `data_pipeline.access.run_sources`.
+        mixtures: written to mixtures.json, the mixture of all steps; from
+            `data_pipeline.plan.report.mixtures`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "config.yaml", dump_config(config))
@@ -113,17 +116,17 @@ def describe_environment(
 
 
 def tell_sources(folder: Path, sources: Sequence[Mapping[str, Any]]) -> None:
-    """Add to sources.json what a start is going to read, before it reads it.
+    """Add the sources that a start is going to read to sources.json, before it reads them.
 
-    What an earlier start wrote of a source stays: its steps were drawn with that. Once the run is
-    built `describe_environment` writes all of it anew.
+    Entries of an earlier start stay, because its steps were drawn with them. Once the run is built,
+    `describe_environment` rewrites the file.
 
     Args:
-        sources: as of `data_pipeline.access.sources_ahead`.
+        sources: from `data_pipeline.access.sources_ahead`.
 
     Raises:
-        ValueError: what is there is no such file, or a held-out source holds other data than it did
-            when the steps of this folder were validated with it.
+        ValueError: the existing file is invalid, or the data of a held-out source have changed
+            since this folder's validations.
     """
     folder.mkdir(parents=True, exist_ok=True)
     known = _noted_sources(folder)
@@ -137,24 +140,25 @@ def tell_sources(folder: Path, sources: Sequence[Mapping[str, Any]]) -> None:
 def with_earlier_heldout(
     folder: Path, sources: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """Return the sources of a run that goes on, and those that earlier starts validated with."""
+    """Return the sources of a resumed run, with the held-out sources of earlier starts."""
     here = {_use(one) for one in sources}
     known = [one for one in _noted_sources(folder) if one["use"] == "heldout"]
     return [*sources, *(one for one in known if _use(one) not in here)]
 
 
 def note_beginning(folder: Path, state: Mapping[str, Any], history: History) -> None:
-    """Keep the loader's state with which the steps of a folder begin, unless they begin at step 1.
+    """Store the loader state before the first step of a folder, unless its steps begin at step 1.
 
-    Its steps can be planned again by it, whatever becomes of the checkpoint that it is from.
+    With it, the steps can be planned again even if the checkpoint of that state is gone.
 
     Args:
+        folder: of the run.
         state: of the loader, before this start's first step.
-        history: as of `MetricsWriter`, which has not been made yet.
+        history: as in `MetricsWriter`; call this before creating the writer.
     """
     file, first = folder / RUN_BEGAN_AT, first_step(folder / METRICS)
     if history != "none" and first is not None and first <= state["step"]:
-        return  # steps before this start stay, so theirs is the beginning
+        return  # steps before this start stay, so the stored state is still the first
     if state["step"]:
         write_whole(file, json.dumps(state) + "\n")
     else:
@@ -162,7 +166,7 @@ def note_beginning(folder: Path, state: Mapping[str, Any], history: History) -> 
 
 
 def _noted_sources(folder: Path) -> list[dict[str, Any]]:
-    """Return what sources.json says; nothing where there is none."""
+    """Return the entries of sources.json; empty if there is no file."""
     file = folder / RUN_SOURCES
     try:
         known: list[dict[str, Any]] = json.loads(read_patiently(file) or b"[]")
@@ -180,7 +184,7 @@ def _use(source: Mapping[str, Any]) -> tuple[str, str]:
 def _check_heldout(
     folder: Path, known: Sequence[Mapping[str, Any]], sources: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Refuse other data under the name of a held-out source: validations would not compare."""
+    """Raise if a held-out source now has other data: validations would not be comparable."""
     before = {_use(one): one.get("made_as", one["content_hash"]) for one in known}
     for one in sources:
         was = before.get(_use(one), one["made_as"])
@@ -193,13 +197,14 @@ def _check_heldout(
 
 
 def note_tombstones(folder: Path, record: Mapping[str, Any]) -> None:
-    """Write tombstones.json: which samples are out of the run from which step on.
+    """Write tombstones.json: the samples removed from the run, and the steps of their removal.
 
-    Call it after lines of steps that are done again were cut (`MetricsWriter`), and before the
-    first step: so at any time the file is that of the steps in metrics.jsonl.
+    Call it after `MetricsWriter` has cut the lines of repeated steps, and before the first step.
+    Then the file always matches the steps in metrics.jsonl.
 
     Args:
-        record: as of `data_pipeline.plan.tombstones.Tombstones.record`.
+        folder: of the run.
+        record: from `data_pipeline.plan.tombstones.Tombstones.record`.
 
     Raises:
         OSError: it cannot be written, so no step may be trained.
@@ -208,15 +213,14 @@ def note_tombstones(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def git_state(checkout: Path, *, keep_diff: bool = True) -> tuple[dict[str, Any], bytes]:
-    """Return what ran: its state, and how tracked files differ from the commit, as bytes.
+    """Return the state of the code that runs, and the diff of tracked files against the commit.
 
-    Of the difference at most DIFF_BYTES are kept, with what looks like a secret masked. The state
-    has the SHA-256 and the size of the whole of it, the lines that were masked, and what was left
-    out.
+    At most DIFF_BYTES of the diff are kept, with likely secrets masked. The state has the SHA-256
+    and the size of the whole diff, the number of masked lines, and the number of bytes left out.
 
-    The state is "clean" with neither such a difference nor untracked modules, which git leaves out
-    of it; where git does not say, as of another owner's checkout, "unknown" says why and commit
-    and "clean" are null.
+    The state is "clean" if there is neither a diff nor an untracked module, which the diff does not
+    cover. If git fails, for example in a checkout of another owner, "unknown" gives the reason, and
+    "commit" and "clean" are null.
     """
     try:
         commit = _git(checkout, "rev-parse", "HEAD").decode().strip()
@@ -224,7 +228,7 @@ def git_state(checkout: Path, *, keep_diff: bool = True) -> tuple[dict[str, Any]
         untracked = _git(
             checkout, "ls-files", "-z", "--others", "--exclude-standard", "--", "*.py", "*.so"
         )
-    except (OSError, subprocess.CalledProcessError) as error:  # the run does not need it
+    except (OSError, subprocess.CalledProcessError) as error:  # the run does not need git
         said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
         why = " ".join(os.fsdecode(said).split())
         log.warning("git does not say which code runs: %s", why)
@@ -240,18 +244,21 @@ def git_state(checkout: Path, *, keep_diff: bool = True) -> tuple[dict[str, Any]
 
 
 class MetricsWriter:
-    """Appends one line a step to metrics.jsonl, the same numbers to TensorBoard.
+    """Appends one line per step to metrics.jsonl, and the same numbers to TensorBoard.
 
-    Every line is written at once: a killed run keeps all steps it finished. A full disk is logged
-    and does not end the run (`Appended`). Steps that an earlier start did after the checkpoint are
-    repeated: their lines go to metrics.abandoned.jsonl, those of the other files likewise.
+    Every line is written immediately, so a killed run keeps all finished steps. A full disk is
+    logged and does not end the run (`Appended`). Steps that an earlier start did after the
+    checkpoint are repeated: their lines move to metrics.abandoned.jsonl, and those of the other
+    files likewise.
 
     Args:
-        first_step: steps that were done before.
+        folder: of the run.
+        first_step: number of steps done before.
         display: shows each step on stdout; None shows nothing.
-        history: whose lines stay. "own": of the checkpoint that the run goes on from; "other": of
-            one from elsewhere, so a validation of `first_step` was of other weights; "none": the
-            run begins, and what is there is of a start that saved nothing.
+        history: origin of the existing lines. "own": the run resumes from its own checkpoint, and
+            lines up to `first_step` stay; "other": it starts from a checkpoint from elsewhere,
+            so an existing validation at `first_step` used other weights; "none": it starts without
+            a checkpoint, and all existing lines are from a start that saved nothing.
     """
 
     def __init__(
@@ -280,7 +287,7 @@ class MetricsWriter:
     def write(self, line: dict[str, Any]) -> None:
         """Record one step; `line` holds at least "step", "loss" and "tokens".
 
-        A number that is not finite becomes null, which every reader of JSON understands.
+        A non-finite number becomes null, which every JSON reader understands.
         """
         if self._display is not None:
             self._display.step(line)
@@ -289,7 +296,7 @@ class MetricsWriter:
         self._board.write(line["step"], scalars(line))
 
     def write_heldout(self, line: dict[str, Any]) -> None:
-        """Record a validation, in heldout.jsonl and under heldout/ in TensorBoard."""
+        """Record a validation in heldout.jsonl and under heldout/ in TensorBoard."""
         if self._display is not None:
             self._display.heldout(line)
         line = finite(line)
@@ -307,14 +314,14 @@ class MetricsWriter:
 
 
 class _Board:
-    """The curves of TensorBoard. Its own writer ends at the first error, in a thread of its own.
+    """Writes the curves of TensorBoard, whose own writer thread would end at the first error.
 
-    From step `first` on an earlier run's curves are forgotten.
+    TensorBoard discards an earlier run's curves from step `first` on.
     """
 
     def __init__(self, folder: Path, first: int):
         folder.mkdir(parents=True, exist_ok=True)
-        # As TensorBoard names them: it reads the files of a folder in the order of their names.
+        # TensorBoard's naming scheme: it reads the files of a folder in the order of their names.
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
         self._events = Appended(folder / name)
         self._add(Event(step=first, file_version="brain.Event:2"))
@@ -344,7 +351,7 @@ class _LogFile(logging.FileHandler):
         self._told = False
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Report an error of writing `record`."""
+        """Report an error in writing `record`."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
@@ -354,11 +361,11 @@ class _LogFile(logging.FileHandler):
 
 
 def scalars(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return what TensorBoard draws of a line: tag -> number.
+    """Return the curves of a line for TensorBoard: tag -> number.
 
-    What is inside goes under "outside/inside". Of the ranks' numbers only the largest is drawn,
-    under the plain name; whose it is, the mean, the loads of all ranks and what was not measured
-    are in metrics.jsonl alone. A list by layer becomes one curve a layer.
+    Nested values get tags "outer/inner". For values per rank only the largest is drawn, under the
+    plain name; its rank, the mean, the loads of all ranks and nulls are only in metrics.jsonl. A
+    list by layer becomes one curve per layer.
     """
     found: dict[str, float] = {}
     for name, value in line.items():
@@ -383,10 +390,14 @@ def write_trace(
 ) -> None:
     """Write one step's phases of all ranks as a Chrome trace (chrome://tracing, Perfetto).
 
-    Every rank is a process; "exposed encoder" is one more, with the stretches of the step that are
-    the encoder's alone. The peak memory of a phase is among its arguments. Vision work in bubbles
-    and waits lie inside the backbone, among whose arguments their seconds are. `scopes`: as
-    `exposed`.
+    Every rank is a process; one more process, "exposed encoder", shows the intervals of `exposed`.
+    The args of a phase hold its peak memory. Vision work in bubbles and waits are drawn inside the
+    backbone, and its args hold their seconds.
+
+    Args:
+        file: to write.
+        everyone: metrics of all ranks.
+        scopes: as in `exposed`.
     """
     found = exposed([record.spans for record in everyone], scopes)
     stretches = {"forward": found.forward, "backward": found.backward}
@@ -429,7 +440,7 @@ def _event(row: int, name: str, span: Span, category: str) -> dict[str, Any]:
 
 
 def _difference(checkout: Path) -> tuple[bytes, int, str]:
-    """Return how tracked files differ, at most DIFF_BYTES of whole lines; its size and SHA-256."""
+    """Return the diff of tracked files, cut after DIFF_BYTES; the size and SHA-256 of all of it."""
     command = ["git", "-C", str(checkout), "diff", "--no-ext-diff", "--no-textconv", "HEAD"]
     kept, size, digest = bytearray(), 0, hashlib.sha256()
     with (

@@ -1,4 +1,4 @@
-"""Seconds of sections of code, and when they ran, as the device spends them."""
+"""Times sections of code as the device executes them."""
 
 import time
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import torch
 
 
 class Mark:
-    """A moment: of the host's clock, or on CUDA of the current stream, which does not wait."""
+    """A point in time of the host's clock or, on CUDA, of the current stream, without a sync."""
 
     def __init__(self, device: torch.device):
         self._event: torch.cuda.Event | None = None
@@ -21,7 +21,7 @@ class Mark:
             self._seconds = time.perf_counter()
 
     def until(self, later: "Mark") -> float:
-        """Return the seconds between two moments that the device has passed."""
+        """Return the seconds from this mark to a later one; the device must have passed both."""
         if self._event is None or later._event is None:
             return later._seconds - self._seconds
         return self._event.elapsed_time(later._event) / 1000
@@ -29,20 +29,20 @@ class Mark:
 
 @dataclass
 class Stopwatch:
-    """Sums the time of code sections; on CUDA by events of the current stream, without waiting.
+    """Sum of the times of code sections; on CUDA from events of the current stream, without a sync.
 
-    On CUDA the host runs ahead of the device: the seconds are known at the end, not before.
+    On CUDA the host runs ahead of the device, so the seconds are only known at the end.
     """
 
     device: torch.device
-    sections: int = 0  # that are over
+    sections: int = 0  # finished
     _seconds: float = 0.0
     _began: Mark | None = None
     _spans: list[tuple[Mark, Mark]] = field(default_factory=list)  # on CUDA, not summed yet
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Add the time of the section."""
+        """Add the time of the code inside the context."""
         began = Mark(self.device)
         yield
         self._ends(began)
@@ -52,13 +52,13 @@ class Stopwatch:
         self._began = Mark(self.device)
 
     def stop(self) -> None:
-        """End the section that was begun; without one nothing is added."""
+        """End the section that `start` began; without one nothing is added."""
         began, self._began = self._began, None
         if began is not None:
             self._ends(began)
 
     def add(self, seconds: float) -> None:
-        """Add seconds that are known."""
+        """Add a finished section of the given seconds."""
         self._seconds += seconds
         self.sections += 1
 
@@ -69,7 +69,7 @@ class Stopwatch:
         return self._seconds + sum(begin.until(end) for begin, end in self._spans)
 
     def mean(self) -> float:
-        """Return the seconds of a section, 0 of none; synchronises the device."""
+        """Return the mean seconds of a section, 0 if there is none; synchronises the device."""
         return self.seconds() / max(1, self.sections)
 
     def _ends(self, began: Mark) -> None:
@@ -86,9 +86,9 @@ Section = tuple[str, float, float]
 
 
 class Sections:
-    """When named sections of code ran; on CUDA by events of the current stream, without waiting.
+    """Time spans of named code sections; on CUDA from events of the current stream, without a sync.
 
-    Made where the stream has nothing left to do: its events are put on the wall clock from here.
+    Create it when the stream is idle, because its events are mapped to the wall clock at creation.
     """
 
     def __init__(self, device: torch.device):
@@ -98,13 +98,13 @@ class Sections:
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
-        """Record a section."""
+        """Record the code inside the context as a section."""
         start = Mark(self._device)
         yield
         self._found.append((name, start, Mark(self._device)))
 
     def all(self) -> list[Section]:
-        """Return the sections in the order in which they ended; synchronises the device."""
+        """Return the sections in the order of their ends; synchronises the device."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return [(name, self._at(start), self._at(end)) for name, start, end in self._found]

@@ -1,1 +1,1 @@
-"""What is run beside training: predictions, calibration, dry runs, evaluation, plots, reports."""
+"""Tools around training: predictions, calibration, dry runs, evaluation, plots, reports."""

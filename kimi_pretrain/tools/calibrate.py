@@ -1,7 +1,8 @@
-"""What encoding costs on this machine: the encoder of a config timed, and `dep.cost` fitted to it.
+"""Measures what encoding costs on this machine: times a config's encoder and fits `dep.cost`.
 
-A cost model is part of the configuration: every rank reads the same three numbers and so computes
-the same plan. It is measured once, on one device of the kind the run will have, and pasted in.
+The cost model is part of the configuration, so every rank reads the same numbers and computes the
+same plan. It is measured once, on one device of the kind that the run will use, and pasted into
+the config.
 """
 
 from collections.abc import Iterator
@@ -22,15 +23,15 @@ from typed_config.yaml_text import one_line
 
 @dataclass(frozen=True)
 class Calibration:
-    """A fitted cost model, and what it rests on.
+    """A fitted cost model and the measurements behind it.
 
     Attributes:
         fit: the model and its errors, in the order of `measured.timings`.
         measured: seconds of every pack.
-        device, dtype, threads: what was measured; threads of the CPU, None on an accelerator.
-        flops_per_second: the rate at which the default, cost by FLOPs, comes closest.
-        by_flops: seconds that the default then predicts, float64 [timings].
-        filled: empty patches that a pack is filled up with, on the mean.
+        device, dtype, threads: of the measurement; number of CPU threads, None on an accelerator.
+        flops_per_second: the rate at which the default model, cost by FLOPs, fits best.
+        by_flops: seconds that the default model predicts at this rate, float64 [timings].
+        filled: mean number of empty patches that pad a pack.
     """
 
     fit: Fit
@@ -44,18 +45,18 @@ class Calibration:
 
     @property
     def cost(self) -> dict[str, float]:
-        """`dep.cost`: the fit, and what a chunk costs with the patches that fill it up."""
+        """`dep.cost`: the fit, with the padding patches of a chunk counted in its fixed cost."""
         per_chunk = self.fit.per_chunk + self.filled * self.fit.cost.per_patch
         return {**asdict(self.fit.cost), "per_chunk": float(f"{per_chunk:.{DIGITS}g}")}
 
     @property
     def forward_share(self) -> float:
-        """Median share of the forward in a step's work; a quarter if FLOPs were all."""
+        """Median share of the forward pass in a step's work; by FLOPs alone it would be 1/4."""
         return float(np.median([each.forward / each.total for each in self.measured.timings]))
 
     @property
     def flops_errors(self) -> Floats:
-        """What the default predicts over what was measured, minus 1, float64 [timings]."""
+        """Relative errors of the default model, predicted / measured - 1, float64 [timings]."""
         return self.by_flops / np.array([each.total for each in self.measured.timings]) - 1
 
 
@@ -68,13 +69,13 @@ def calibrate(
     """Time the config's encoder on one device and fit the cost model to it.
 
     Args:
-        config: gives the encoder, its type, what of it is frozen, and the sizes there can be.
-        max_seconds: bound on the timing; packs that would go over it are left out.
-        progress: told the share done and what is being timed.
-        device: the first GPU, or the CPU where there is none.
+        config: gives the encoder, its dtype, its frozen parts and the possible item sizes.
+        max_seconds: bound on the timing; packs that would exceed it are left out.
+        progress: called with the finished share and the name of the current measurement.
+        device: by default the first GPU, or the CPU on a machine without one.
 
     Raises:
-        ValueError: too few packs fit into the time, or into the limits of the config.
+        ValueError: too few packs fit into the time or into the limits of the config.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     limits, vision, train = config.data.limits, config.model.vision, config.train
@@ -107,7 +108,7 @@ def _fit(found: Measured) -> Fit:
 
 @contextmanager
 def _threads(count: int | None) -> Iterator[None]:
-    """Compute with so many threads of the CPU, as the training will."""
+    """Set the number of CPU threads to that of the training run."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:
@@ -156,7 +157,7 @@ def lines(result: Calibration) -> Iterator[str]:
 
 
 def as_json(result: Calibration) -> dict[str, Any]:
-    """Return the result as plain values; errors are relative, predicted over measured minus 1."""
+    """Return the result as plain values; errors are relative: predicted / measured - 1."""
     rows = zip(result.measured.timings, result.fit.predicted, result.by_flops, strict=True)
     return {
         "cost": result.cost,

@@ -1,10 +1,10 @@
-"""What the language model's passes and the update cost on this machine, for `plan --step`.
+"""Measures the language model's passes and the update on this machine, for `plan --step`.
 
-A backbone of few layers of the config's sizes, built as a training builds it, in one process: one
+Builds a backbone with few layers of the config's sizes in one process, as training does. One
 microbatch goes forward and backward, part by part (`engine.pass_timing`), and the optimizer updates
-one part at a time. Of the experts a layer has as many as a rank of the run holds: with `layout.ep`
-ranks each gets as many tokens as it sends, on the mean. What travels between ranks is not in it,
-and tokens are random: in training experts differ more in what they get.
+one part at a time. An expert layer has as many experts as a rank of the run holds: with `layout.ep`
+ranks, a rank receives as many tokens as it sends on average. Communication between ranks is not
+measured. The tokens are random, so experts are loaded more evenly than in training.
 """
 
 import time
@@ -33,7 +33,7 @@ from typed_config.yaml_text import one_line
 MOST_REPEATS, LEAST_REPEATS = 20, 3
 UPDATE_REPEATS = 5
 UPDATE_SHARE = 0.3  # of the time
-DIGITS = 4  # of a number to paste; a measurement knows fewer
+DIGITS = 4  # of a number to paste; a measurement is less precise
 NO_CHANGE = 1e-12  # learning rate
 LAYERS, HEAD = "language_model.model.layers.", "language_model.lm_head."
 PARTS = {
@@ -46,16 +46,16 @@ PARTS = {
 
 @dataclass
 class PassCalibration:
-    """Measured costs, and what they rest on.
+    """Measured costs and the conditions of the measurement.
 
     Attributes:
         passes: medians.
         update: medians; None: not measured, see `left_out`.
-        experts: of a layer that was measured.
-        tokens: of the microbatch.
+        experts: number of experts in a measured layer.
+        tokens: number of tokens in the microbatch.
         repeats: timed passes behind each median.
-        spread: quartiles of the whole pass's seconds over their median: their distance.
-        left_out: what was not measured, and why.
+        spread: interquartile range of the whole pass's seconds, relative to the median.
+        left_out: name of a cost that was not measured -> reason.
     """
 
     passes: PassCostConfig
@@ -76,9 +76,9 @@ def calibrate_passes(
     """Time the language model's parts and the update on the first GPU, or the CPU without one.
 
     Args:
-        config: gives sizes, types, what is frozen, the optimizer, and the layout's experts.
+        config: gives sizes, dtypes, frozen parts, the optimizer and the layout's experts.
         max_seconds: bound on the timing; building the backbone comes on top.
-        progress: told the share done and what is being timed.
+        progress: called with the finished share and the name of the current measurement.
         document_tokens: length of the documents in a row; None: each row is one document.
 
     Raises:
@@ -105,9 +105,9 @@ def calibrate_passes(
 def measured_config(config: Config) -> Config:
     """Return the configuration of the backbone that is measured, in one process.
 
-    It has one layer of each kind that the model has, and the experts of one rank, but at least as
-    many as a token goes to. Nothing is computed again, squeezed or put away: what that costs is
-    added by who predicts steps (`memory_costs`).
+    It has one layer of each kind that the model has, and the experts of one rank, but at least
+    `experts_per_token`. Recompute, FP8 storage and offload are off: the prediction of a step adds
+    their cost (`memory_costs`).
     """
     model = config.model.language
     dense = min(1, model.num_dense_layers)
@@ -151,7 +151,7 @@ def _measure(
 
 
 def randomise(backbone: Backbone) -> None:
-    """Fill every tensor on its device: weights by their names take minutes at full size."""
+    """Fill every tensor on its device; initialisation by name takes minutes at full size."""
     draw = torch.Generator(backbone.mesh.device).manual_seed(0)
     with torch.no_grad():
         for view in backbone.views(buffers=True):
@@ -167,7 +167,7 @@ def _time_passes(
     timer: PassTimer, max_seconds: float, progress: Progress, config: Config
 ) -> list[list[PartSeconds]]:
     progress(0.0, "warming up the passes")
-    timer.run()  # the very first starts the libraries
+    timer.run()  # the first run initialises the libraries
     each = min(_seconds_of(timer.run) for _ in range(2))
     if LEAST_REPEATS * each > max_seconds:
         raise ValueError(
@@ -218,7 +218,7 @@ def _time_update(
     progress: Progress,
     left_out: dict[str, str],
 ) -> UpdateCostConfig:
-    """Time the update of each part by an optimizer of its own; parts without tensors cost 0."""
+    """Time the update of each part with a separate optimizer; parts without tensors cost 0."""
     parts = {name: tensors for name, tensors in _parts(small, backbone, mesh).items() if tensors}
     found = dict.fromkeys(UpdateCostConfig.model_fields, 0.0)
     for number, (name, tensors) in enumerate(parts.items()):
@@ -235,9 +235,9 @@ def _time_update(
 
 
 def _parts(small: Config, backbone: Backbone, mesh: Mesh) -> dict[str, dict[str, Tensor]]:
-    """Return the trained tensors of each key of `dep.update_cost`, by their checkpoint names.
+    """Return the trained tensors of each key of `dep.update_cost`, keyed by checkpoint name.
 
-    Of embedding and head, which are as large as each other, the head.
+    The head stands for the embedding as well, because both have the same size.
     """
     parts: dict[str, dict[str, Tensor]] = {name: {} for name in UpdateCostConfig.model_fields}
     for view in backbone.views() if backbone.trainable else ():
@@ -253,7 +253,7 @@ def _parts(small: Config, backbone: Backbone, mesh: Mesh) -> dict[str, dict[str,
 
 
 def _part_of(name: str, dense_layers: int) -> str | None:
-    """Return the key of a tensor of the language model; None: it is not measured."""
+    """Return the `dep.update_cost` key of a language-model tensor; None: it is not measured."""
     if name.startswith(HEAD):
         return "vocabulary"
     if not name.startswith(LAYERS):
@@ -267,9 +267,9 @@ def _part_of(name: str, dense_layers: int) -> str | None:
 def update_seconds_of(
     tensors: Mapping[str, Tensor], config: Config, mesh: Mesh, max_seconds: float
 ) -> float:
-    """Return the median seconds in which one rank alone updates some tensors.
+    """Return the median seconds that one rank needs to update some tensors.
 
-    What a step does with their gradients is in it: zeroing, the norm, the optimizer's step.
+    They include all that a step does with the gradients: zeroing, the norm, the optimizer's step.
     """
     wide = torch.float64 if config.train.dtype == "float64" else torch.float32
     grads = {name: torch.zeros_like(tensor, dtype=wide) for name, tensor in tensors.items()}

@@ -1,8 +1,8 @@
-"""Builds a configuration on the meta device, one rank of each pipeline stage, and counts.
+"""Builds one rank of each pipeline stage on the meta device and counts parameters and memory.
 
-Needs no GPU, no memory and no data: a fake process group stands for the whole job. What Megatron-
-Core would refuse, it refuses here too. The optimizer's work is divided among all ranks of the job,
-as the job itself would (`optim.owners`).
+Needs no GPU, no memory and no data: a fake process group represents the whole job. The checks of
+Megatron-Core apply here, too. The optimizer's work is divided among all ranks of the job by the
+rule that the job itself uses (`optim.owners`).
 """
 
 import math
@@ -43,9 +43,9 @@ class StageCount:
         layers: decoder layers of the stage, global numbers from 0.
         per_rank: parameters that one rank of the stage computes with (its share of the experts and,
             under tensor parallelism, of the widths).
-        total: parameters of the stage, all experts counted.
+        total: parameters of the stage, including all experts.
         activated: parameters that one token passes through.
-        routing_biases: entries of the aux-loss-free biases; they are no parameters.
+        routing_biases: entries of the aux-loss-free biases, which are not parameters.
     """
 
     stage: int
@@ -58,12 +58,12 @@ class StageCount:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a configuration amounts to.
+    """Counts of a configuration.
 
     Attributes:
-        optimizer: who owns what, in figures.
-        division: the same, tensor by tensor.
-        memory: what every rank would hold, and what brings that under a limit.
+        optimizer: summary of the optimizer's division among ranks.
+        division: the same division, tensor by tensor.
+        memory: planned memory of the ranks, and settings that bring it under a limit.
     """
 
     stages: tuple[StageCount, ...]
@@ -82,8 +82,8 @@ def dry_run(config: Config) -> DryRun:
     """Build every stage on the meta device and return the counts.
 
     Raises:
-        ValueError: a process group is already initialised in this process, or a parameter that no
-            rule of the optimizer covers.
+        ValueError: a process group is already initialised in this process, or no optimizer rule
+            covers a parameter.
     """
     if dist.is_initialized():
         raise ValueError("a dry run needs a process of its own: a process group is initialised")
@@ -128,12 +128,12 @@ def lines(result: DryRun) -> Iterator[str]:
 
 
 def table_lines(result: DryRun) -> Iterator[str]:
-    """Yield what happens to every tensor, a line each, columns between tabs."""
+    """Yield the optimizer's assignment of every tensor as tab-separated lines."""
     yield from tab_separated(assignments(result.division))
 
 
 def as_json(result: DryRun) -> dict[str, Any]:
-    """Return the result as plain values, without the tensors one by one."""
+    """Return the result as plain values, without the list of tensors."""
     plain = {name: value for name, value in vars(result).items() if name != "division"}
     return plain | {
         "stages": [asdict(stage) for stage in result.stages],
@@ -143,7 +143,7 @@ def as_json(result: DryRun) -> dict[str, Any]:
 
 
 def _build_stage(config: Config, stage: int) -> tuple[StageCount, list[PlannedGroup]]:
-    """Build the first rank of a stage; return counts, and what all ranks of the stage hold."""
+    """Build the first rank of a stage; return its counts and the tensor groups of the stage."""
     layout = config.layout
     per_stage = layout.world_size() // layout.pp
     dist.init_process_group(
@@ -152,7 +152,7 @@ def _build_stage(config: Config, stage: int) -> tuple[StageCount, list[PlannedGr
     try:
         mesh = engine_mesh.build(layout, torch.device("cpu"))
         with torch.device("meta"):
-            # The run's own attention may need a device, or a package, that is not here.
+            # The run's own attention may need a device or a package that this machine lacks.
             chunks = build_chunks(config, engine_config(config, "portable"), "portable")
         held = [
             view
@@ -194,7 +194,7 @@ def _count_stage(
 
 
 def _groups_of_stage(config: Config, stage: int, held: Sequence[View]) -> list[PlannedGroup]:
-    """Return who holds copies of what in a stage, as `model.trained_tensors` does on each rank."""
+    """Return the replica groups of a stage, as `model.trained_tensors` forms them on each rank."""
     layout = config.layout
     tensors: dict[str, list[TensorSize]] = {"dense": [], "expert": []}
     for view in held:
@@ -206,7 +206,7 @@ def _groups_of_stage(config: Config, stage: int, held: Sequence[View]) -> list[P
 
 
 def _encoder_group(config: Config, encoder: VisionEncoder) -> PlannedGroup:
-    """Return the encoder's tensors that are trained; all ranks hold them."""
+    """Return the trained tensors of the encoder, which all ranks hold."""
     frozen = {"vision_tower": "vision_tower.", "projector": "mm_projector."}
     prefixes = tuple(prefix for part, prefix in frozen.items() if part in config.train.frozen)
     itemsize = DTYPES[config.train.dtype].itemsize
@@ -225,7 +225,7 @@ def _siglip_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def _check_places(groups: Sequence[PlannedGroup], mesh: engine_mesh.Mesh) -> None:
-    """The groups of this rank are Megatron-Core's own, in their order."""
+    """Assert that the groups of this rank match Megatron-Core's, in the same rank order."""
     for group in groups:
         if mesh.rank in group.ranks:
             found = tuple(dist.get_process_group_ranks(mesh.groups[group.replicas]))

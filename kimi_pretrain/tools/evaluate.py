@@ -1,16 +1,16 @@
-"""What a checkpoint makes of a held-out source, by teacher forcing, in one of two ways.
+"""Evaluates a checkpoint on a held-out source by teacher forcing, with one of two metrics.
 
-Does the model read the image? At every position whose next token is one of the wanted characters,
-is the most probable token the right one? With the images of the samples swapped around, text and
-questions stay the same, so what remains is guessing. A gap between the two numbers can only come
-through encoder, projector and hand-over.
+Accuracy tests whether the model reads the image. Of the positions whose next token is one of the
+chosen characters, it is the share at which the most probable token is right. It is computed again
+with the images swapped between samples: text and questions stay the same, so the model can only
+guess. A gap between the two numbers can only come through encoder, projector and hand-over.
 
-How well does it know the texts? Mean loss and perplexity over every token of whole texts that the
-model is trained to write. Texts longer than a row are split as in training (`data.split_text`): a
-part begins without what went before, and every token is counted once.
+Loss tests how well the model knows the texts: mean loss and perplexity over all loss tokens of
+whole texts. Texts longer than a row are split as in training (`data.split_text`): a part has no
+context from the parts before it, and every token is counted once.
 
-Runs in one process from a checkpoint of any layout. Bytes that are not those of the index end it: a
-number of fewer samples could not be compared with another.
+Runs in one process from a checkpoint of any layout. Bytes that do not match the index end the
+evaluation, because a result over fewer samples would not be comparable.
 """
 
 import math
@@ -49,7 +49,7 @@ from kimi_pretrain.tools.held_out import (
 )
 from kimi_pretrain.tools.validation import Validation
 
-# math.exp of more has no float.
+# math.exp overflows above this.
 _LARGEST_EXPONENT = 700.0
 
 
@@ -62,27 +62,29 @@ def evaluate(
     characters: str = "0123456789",
     limit: int | None = None,
 ) -> dict[str, Any]:
-    """Return what a held-out source gives, and what of it was counted; see the module.
+    """Evaluate a checkpoint on a held-out source; see the module.
 
     Args:
-        config: of the run that wrote the checkpoint; its layout is set aside.
-        checkpoint: folder or URI of a complete checkpoint; with weights alone, too. Of a run:
-            its newest.
+        config: of the run that wrote the checkpoint; its layout is ignored.
+        checkpoint: folder or URI of a complete checkpoint, which may hold weights only; or of a
+            run, whose newest checkpoint is used.
         source: name of an ingested source.
-        texts: count the samples without media, as whole texts; always so where a source has none.
-        characters: what counts of samples with a medium: tokens that are exactly one of these.
-        limit: look at the first so many samples.
+        texts: evaluate the samples without media, as whole texts; always on for a source without
+            media.
+        characters: for samples with a medium, count only tokens that are exactly one of these.
+        limit: use only the first `limit` samples.
 
     Returns:
-        "source", "metric" and "counted" (in words), "samples" and "tokens" that were counted,
-        "left_out" (reason -> samples; with "samples" all of the source), "step" of the checkpoint.
-        Of samples with a medium "accuracy", and "accuracy_swapped" (null where no other medium
-        fits); of texts "loss" (nats a token) and "perplexity" (null where they are not finite) and
-        "split", the texts that are longer than a row.
+        "source", "metric" and "counted" (in words), the number of counted "samples" and "tokens",
+        "left_out" (reason -> samples; these and "samples" add up to the source), "step" of the
+        checkpoint. For samples with a medium also "accuracy" and "accuracy_swapped" (null if no
+        other medium fits); for texts "loss" (nats per token) and "perplexity" (null if they are not
+        finite) and "split", the number of texts that are longer than a row.
 
     Raises:
-        ValueError: nothing of the source counts.
-        IndexMismatch: it was made with another tokenizer, or its bytes are not those of the index.
+        ValueError: no sample of the source counts.
+        IndexMismatch: the source was made with another tokenizer, or its bytes do not match its
+            index.
     """
     values = config.model_dump(mode="json") | {"layout": {}}
     config = parse_config(values, "evaluation")
@@ -116,15 +118,15 @@ def evaluate(
 def heldout(config: Config, checkpoint: str | Path) -> dict[str, Any]:
     """Return the held-out loss of a checkpoint: the line that a validation of the run writes.
 
-    The same samples as in training, whatever layout it had, in one process; docs/METRICS.md has the
-    names.
+    Runs in one process over the same samples as a validation during training, independent of the
+    run's layout. docs/METRICS.md explains the names.
 
     Args:
-        config: of the run, with `data.heldout`; its layout is set aside.
-        checkpoint: as `evaluate`.
+        config: of the run, with `data.heldout`; its layout is ignored.
+        checkpoint: as in `evaluate`.
 
     Raises:
-        ValueError: there are no held-out sources, or they are training's.
+        ValueError: there are no held-out sources, or the run also trains on one of them.
         IndexMismatch: they were made with another tokenizer, or are damaged.
     """
     if not config.data.heldout:
@@ -143,24 +145,24 @@ def heldout(config: Config, checkpoint: str | Path) -> dict[str, Any]:
         model = Model.build(config, mesh)
         step = load(found, model.tensors()).step
         found = Validation(config, mesh, model, store, tokenizer, indices).run()
-        assert found is not None  # nobody tells it to stop
+        assert found is not None  # None only follows a request to stop
         return found.line(step)
     finally:
         engine_mesh.stop()
 
 
 class _Wanted:
-    """The tokens that count of samples with a medium."""
+    """The tokens that count in samples with a medium."""
 
     def __init__(self, characters: str, tokenizer: Tokenizer):
         self.characters, self.tokenizer = characters, tokenizer
         self.ids = sorted({tokenizer.encode(character)[0] for character in characters})
 
     def keep(self, examples: list[Example], source: str, left_out: dict[str, int]) -> list[Example]:
-        """Return the examples that have some, and note the others.
+        """Return the examples with at least one such token; count the rest in `left_out`.
 
         Raises:
-            ValueError: none has.
+            ValueError: no example has one.
         """
         kept = [example for example in examples if self._has(example.document(self.tokenizer))]
         if without := len(examples) - len(kept):
@@ -176,7 +178,7 @@ class _Wanted:
 
 
 class _Reader:
-    """The model of a checkpoint in one process, and what it makes of documents."""
+    """The model of a checkpoint in one process, with the evaluations over documents."""
 
     def __init__(self, config: Config, mesh: Mesh, found: Checkpoint, tokenizer: Tokenizer):
         self.mesh, self.tokenizer, self.room = mesh, tokenizer, room_of(config)
@@ -212,7 +214,7 @@ class _Reader:
                 yield from documents
 
         total = sum(float(losses) for losses in self._forward(parts(), _sum_losses))
-        loss = total / tokens  # each text has its end at least
+        loss = total / tokens  # not 0: each text has at least its end token
         return {
             "metric": "mean loss (nats a token) and perplexity; texts longer than a row are split "
             "as in training",
@@ -225,7 +227,7 @@ class _Reader:
         }
 
     def _count_right(self, examples: list[Example], wanted: _Wanted) -> tuple[int, int]:
-        """Return (right predictions, predictions) over the wanted tokens of all examples."""
+        """Return (right predictions, predictions) over the counted tokens of all examples."""
 
         def count(logits: Tensor, labels: Tensor) -> tuple[int, int]:
             counted = torch.isin(labels, torch.tensor(wanted.ids, device=labels.device))
@@ -239,7 +241,7 @@ class _Reader:
     def _forward(
         self, documents: Iterable[Document], collect: Callable[[Tensor, Tensor], Any]
     ) -> Iterator[Any]:
-        """Yield `collect(logits [T, vocab], labels [T])` of each microbatch; -1 is no label."""
+        """Yield `collect(logits [T, vocab], labels [T])` for each microbatch; -1 means no label."""
         for run in _runs(documents, self.room):
             microbatch = self._microbatch(run)
             labels = microbatch.labels
@@ -290,7 +292,7 @@ def _sum_losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _runs(documents: Iterable[Document], length: int) -> Iterator[list[Document]]:
-    """Yield runs of documents that fit one microbatch, in order."""
+    """Yield consecutive documents in runs that fit one microbatch."""
     run, filled = list[Document](), 0
     for document in documents:
         size = len(document.tokens)

@@ -1,11 +1,11 @@
-"""Exposure: in which steps and rows of a run samples stood, from the order alone.
+"""Exposure: finds the steps and rows of a run that used given samples.
 
-No log of samples is kept, and no byte of data is read: the steps of the run folder are planned once
-more, by its config.yaml, its mixtures, its quarantine and its tombstones.json, which says from
-which step on samples were out, whatever a list or a manifest says by now. Each checkpoint that is
-still there says how far the data were at its step; where a plan comes to something else, nothing is
-told. Samples are looked for by where they lie, so that a run shows up that drew them from a source
-grown from the one they were ingested into, or reindexed.
+No log of samples is needed, and no data bytes are read: the steps of the run folder are planned
+again from its config.yaml, its mixtures, its quarantine and its tombstones.json. tombstones.json
+records the step from which each sample was removed; the current lists and manifests do not matter.
+Each checkpoint that still exists records the data position at its step; if a plan disagrees with
+one, there is no result but an error. Samples are found by shard and offset, so a run also shows up
+if it drew them from a source that was extended or reindexed after they were ingested.
 """
 
 import json
@@ -46,17 +46,17 @@ from kimi_pretrain.telemetry.jsonl import first_step, last_step
 
 QUARANTINE = "quarantine.jsonl"
 HELDOUT = "heldout.jsonl"
-# Of a state, what says how far the data are.
+# Keys of a loader state that give the data position.
 _WHERE = ("window", "row", "opened", "step", "tokens")
-# Of a state, what another mixture may change.
+# Keys of a loader state that a change of mixture may change.
 _DATA = ("manifest", "sources", "packing")
-_MOST = 1 << 20  # of samples in quarantine that a configuration may allow
+_MOST = 1 << 20  # the largest data.max_quarantined that a configuration may have
 
 
 class Use(NamedTuple):
-    """A row of a step, counted from 1 and from 0, in which a sample stood; `part` of a split text.
+    """One use of a sample: step (from 1), row (from 0), and the part of a split text.
 
-    `masked`: it could not be read there, so its loss did not count.
+    `masked`: the sample could not be read, so its loss did not count.
     """
 
     step: int
@@ -70,14 +70,15 @@ class Use(NamedTuple):
 
 @dataclass
 class Exposure:
-    """What a run saw of some samples.
+    """The uses of some samples in a run.
 
     Attributes:
-        run: its folder.
-        first, last: steps that it trained; 0 for none.
-        uses: in the order of steps and rows.
-        heldout: held-out sources, of any start, that hold such samples: validations read them.
-        untold: held-out sources that are not there any more, so nobody knows whether they did.
+        run: the run's folder.
+        first, last: first and last trained step; 0 if there is none.
+        uses: sorted by step and row.
+        heldout: held-out sources, of any start of the run, that contain such samples; validations
+            read them.
+        untold: held-out sources that no longer exist, so their samples are unknown.
     """
 
     run: str
@@ -93,17 +94,17 @@ def exposure(
     wanted: Mapping[str, Sequence[str]],
     progress: Callable[[int, int], None] = lambda step, last: None,
 ) -> Exposure:
-    """Return where a run used samples.
+    """Return the uses of samples in a run.
 
     Args:
         run_dir: folder of the run.
-        wanted: source -> keys, of sources under the root of the run's data.
-        progress: called with a step, and the last one.
+        wanted: source -> keys, for sources under the root of the run's data.
+        progress: called with the current step and the last step.
 
     Raises:
-        ValueError, IndexMismatch, StoreError, CheckpointError: the run folder or its sources are
-            not as they were, so its steps cannot be planned again, or neither the run nor its root
-            knows a source; says what differs.
+        ValueError, IndexMismatch, StoreError, CheckpointError: the run folder or its sources have
+            changed, so its steps cannot be planned again, or neither the run nor its root knows a
+            source. The message names the difference.
     """
     if not (config := _config_of(run_dir)):
         return Exposure(str(run_dir))
@@ -131,8 +132,8 @@ def exposure(
 def known_names(run_dir: Path) -> set[str]:
     """Return the names of sources that a run or the root of its data knows.
 
-    Sources that were collected are among them: the run has noted their names, or shards of theirs
-    are still in their folders, for other sources.
+    They include sources that were garbage-collected: the run recorded their names, or their folders
+    still hold shards that other sources use.
 
     Raises:
         ValueError, StoreError: the run folder or its root cannot be read.
@@ -146,11 +147,11 @@ def replay(run_dir: Path, config: Config, store: Store) -> tuple[Planner, State]
 
     Args:
         run_dir: folder of the run.
-        config: of its config.yaml.
+        config: from its config.yaml.
         store: of its data.
 
     Raises:
-        ValueError, IndexMismatch, StoreError, CheckpointError: as `exposure`.
+        ValueError, IndexMismatch, StoreError, CheckpointError: as in `exposure`.
     """
     return _replay(run_dir, config, store, _states(run_dir, config))[:2]
 
@@ -158,7 +159,7 @@ def replay(run_dir: Path, config: Config, store: Store) -> tuple[Planner, State]
 def _replay(
     run_dir: Path, config: Config, store: Store, states: Sequence[State]
 ) -> tuple[Planner, State, set[tuple[int, int, int]]]:
-    """As `replay`; also (step from 0, source, sample) of all that could not be read."""
+    """Return the result of `replay` and (step from 0, source, sample) of all unreadable samples."""
     indices = [read_index(store, name) for name in config.data.source_names]
     planner = _planner(run_dir, config, indices)
     begin = _begin(run_dir, config, planner)
@@ -166,7 +167,7 @@ def _replay(
 
 
 def _config_of(run_dir: Path) -> Config | None:
-    """Return a run's configuration; None: its start only noted its sources, so it did no step."""
+    """Return a run's configuration; None if its start only recorded its sources and did no step."""
     files = (run_dir / "config.yaml", run_dir / METRICS)
     return load_config(files[0]) if any(file.is_file() for file in files) else None
 
@@ -176,7 +177,7 @@ def _open(config: Config) -> Store:
 
 
 def _noted_names(run_dir: Path, config: Config | None) -> set[str]:
-    """Return the sources that a run noted, of whatever use, or that its configuration names."""
+    """Return the sources that a run recorded for any use, or that its configuration names."""
     noted = {one["name"] for one in _noted(run_dir)}
     return noted if config is None else noted | {*config.data.source_names, *config.data.heldout}
 
@@ -202,7 +203,7 @@ def _noted(run_dir: Path) -> list[dict[str, Any]]:
 def _check_names(
     run_dir: Path, config: Config, store: Store, wanted: Mapping[str, Sequence[str]]
 ) -> None:
-    """Refuse where a source of the run or of the samples is missing: 0 uses would be no answer."""
+    """Raise if a source of the run or of the samples is missing; 0 uses would be a wrong answer."""
     here, noted = {*sources_at(store)}, _noted_names(run_dir, config)
     if gone := sorted({*config.data.source_names} - here):
         raise ValueError(
@@ -226,7 +227,7 @@ def _check_names(
 def _held_out(
     run_dir: Path, store: Store, there: Mapping[str, Sequence[int]]
 ) -> tuple[list[str], list[str]]:
-    """Return the held-out sources of all starts that hold samples, and those that are gone."""
+    """Return the held-out sources of all starts that contain samples, and those that are gone."""
     used = {one["name"]: one for one in _noted(run_dir) if one["use"] == "heldout"}
     here = {*sources_at(store)}
     same = {name for name in used if name in here and _same_data(used[name], store)}
@@ -234,9 +235,9 @@ def _held_out(
 
 
 def _same_data(noted: Mapping[str, Any], store: Store) -> bool:
-    """Whether a source still holds what a run noted of it, apart from redactions.
+    """Return whether a source still has the content that a run recorded, apart from redactions.
 
-    The index is read, too: a manifest alone may call itself any content.
+    This reads the index as well, because a manifest alone may claim any content.
     """
     index = read_index(store, noted["name"])
     return noted.get("made_as", noted["content_hash"]) in (index.content_hash, index.identity)
@@ -264,7 +265,7 @@ def _uses(
 
 
 def _steps(run_dir: Path) -> tuple[int, int]:
-    """Return the first and the last step of metrics.jsonl; (0, 0) where there is none."""
+    """Return the first and the last step of metrics.jsonl; (0, 0) if there is none."""
     first, last = (find(run_dir / METRICS) for find in (first_step, last_step))
     return first or 0, last or 0
 
@@ -280,7 +281,7 @@ def _done(run_dir: Path) -> int:
 
 
 def _states(run_dir: Path, config: Config) -> list[State]:
-    """Return the loader's states in the run's checkpoints by step; sources numbered as now."""
+    """Return the loader states of the run's checkpoints by step, with current source numbers."""
     where = noted_place(run_dir) or config.checkpoint.place or str(run_dir / "checkpoints")
     place = open_place(where)
     if place.folder is not None and not place.folder.is_dir():
@@ -293,7 +294,7 @@ def _states(run_dir: Path, config: Config) -> list[State]:
 
 
 def _planner(run_dir: Path, config: Config, indices: Sequence[SourceIndex]) -> Planner:
-    """Return the planner of the run: what was redacted after its last start was still drawn."""
+    """Return the planner of the run; it still draws samples redacted after the last start."""
     file = run_dir / RUN_SOURCES
     noted = {one["name"]: one for one in _noted(run_dir) if one["use"] == "train"}
     for index in indices:
@@ -310,7 +311,7 @@ def _planner(run_dir: Path, config: Config, indices: Sequence[SourceIndex]) -> P
 
 
 def _tombstones(run_dir: Path, config: Config, indices: Sequence[SourceIndex]) -> Tombstones:
-    """Return which samples were out of the run from which step on, as its folder has kept it."""
+    """Return the removed samples and the steps of their removal, as the run folder records them."""
     file = run_dir / RUN_TOMBSTONES
     if file.is_file():
         return recorded_tombstones(str(file), file.read_text(), indices)
@@ -328,10 +329,10 @@ def _tombstones(run_dir: Path, config: Config, indices: Sequence[SourceIndex]) -
 def _quarantine(
     run_dir: Path, planner: Planner, states: Sequence[State]
 ) -> set[tuple[int, int, int]]:
-    """Put into quarantine what the run did; returns (step from 0, source, sample) of all faults.
+    """Repeat the run's quarantine in the planner; return (step from 0, source, sample) per fault.
 
     Args:
-        states: the run's first, whose quarantine it took over, and its newest.
+        states: the run's first state, which may inherit a quarantine, and its newest.
     """
     number = {index.name: at for at, index in enumerate(planner.indices)}
     faults = {(int(c), int(a), int(b)) for one in states for a, b, c in one["quarantine"]}
@@ -356,7 +357,7 @@ def _quarantine(
 
 
 def _history(run_dir: Path, planner: Planner) -> State:
-    """Return what mixtures.json says of a run whose data were changed on the way; {} of others."""
+    """Return the mixture state from mixtures.json of a run whose data changed mid-run, else {}."""
     file = run_dir / RUN_MIXTURES
     noted = json.loads(file.read_text()) if file.is_file() else {"changes": []}
     if not noted["changes"]:
@@ -383,16 +384,16 @@ def _begin(run_dir: Path, config: Config, planner: Planner) -> State:
             f"{file} is of step {began['step']}, but {METRICS} begins with step {first}: its steps "
             "are of two courses and cannot be planned again"
         )
-    # Its sources were compared with sources.json; on the way others may have come in.
+    # Its sources were compared with sources.json; more may have been added mid-run.
     return began | (history and {key: here[key] for key in _DATA} | history)
 
 
 def _compare(run_dir: Path, state: State, saved: State | None) -> None:
-    """Refuse a plan that is not that of the run."""
+    """Raise if a planned state differs from the state that a checkpoint saved."""
     if saved is None:
         return
     mine, was = ({key: one.get(key) for key in _WHERE} for one in (state, saved))
-    if was["tokens"] is None:  # of an earlier version, which did not count
+    if was["tokens"] is None:  # saved by an earlier version, which did not count tokens
         mine["tokens"] = None
     if mine != was:
         raise ValueError(

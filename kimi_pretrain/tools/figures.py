@@ -1,4 +1,4 @@
-"""What all pictures have in common: figures without pyplot, so no display and no global state."""
+"""Figures for all plots, made without pyplot: no display and no global state."""
 
 from pathlib import Path
 from typing import Any
@@ -9,17 +9,17 @@ from matplotlib.figure import Figure
 
 DPI = 150
 MUTED = "#6b7280"
-# Colours of a mean channel above this get dark letters.
+# Colours with a mean channel above this get dark text.
 LIGHT = 0.62
 
 
 def new_figure(
     size: tuple[float, float], rows: int, cols: int, *, grid: bool = True, **how: Any
 ) -> tuple[Figure, Any]:
-    """Return a figure of a size in inches, and its axes, an array [rows * cols].
+    """Return a figure of the given size in inches and its axes, an array [rows * cols].
 
     Args:
-        grid: draw one behind what is drawn.
+        grid: draw a grid behind the data.
         how: arguments of `Figure.subplots`.
     """
     figure = Figure(figsize=size, dpi=DPI, layout="constrained")
@@ -33,11 +33,11 @@ def new_figure(
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a figure in the format that the file's name ends in; its folder is made."""
+    """Write a figure in the format of the file's suffix; create its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 
 def ink_on(colour: str) -> str:
-    """Return a colour for letters on another one."""
+    """Return a readable text colour for a background colour."""
     return "white" if np.mean(to_rgb(colour)) < LIGHT else "#1f2937"

@@ -1,4 +1,4 @@
-"""Held-out samples for an evaluation: which count, and their documents as they are attended."""
+"""Held-out samples for an evaluation: selects them and lays them out as attention documents."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from kimi_pretrain.dep.encoder import Grid
 from kimi_pretrain.reliability.preflight import check_item_sizes
 from moonvit3d.geometry import num_tokens
 
-# Documents of texts that are read together.
+# Number of texts that are read together.
 _READ_AT_ONCE = 256
 
 
@@ -28,7 +28,7 @@ class Example:
     """One held-out sample with one medium.
 
     Attributes:
-        around: tokens of the sample beside the medium's.
+        around: tokens of the sample without those of the medium.
     """
 
     segments: list[dict[str, Any]]
@@ -38,11 +38,11 @@ class Example:
 
     @property
     def pads(self) -> int:
-        """Tokens of the medium."""
+        """Number of tokens of the medium."""
         return int(num_tokens(*self.grid))
 
     def document(self, tokenizer: Tokenizer) -> "Document":
-        """Lay the sample out."""
+        """Return the sample laid out as a document."""
         layout = SampleLayout(self.around + self.pads, (self.pads,))
         tokens, loss, starts = laid_out(self.segments, tokenizer, layout)
         return Document(tokens, loss, self, starts[0])
@@ -50,13 +50,13 @@ class Example:
 
 @dataclass(frozen=True)
 class Document:
-    """What is attended in one: a sample, or a part of a long text.
+    """One attention document: a sample, or a part of a long text.
 
     Attributes:
         tokens: int64 [n].
-        loss: bool [n], the model is trained to write this token.
-        example: whose medium it shows; None: text alone.
-        start: place of the medium's first pad.
+        loss: bool [n], True for tokens that the model is trained to write.
+        example: the sample whose medium it contains; None: text only.
+        start: position of the medium's first pad token.
     """
 
     tokens: np.ndarray
@@ -68,11 +68,11 @@ class Document:
 def choose(
     index: SourceIndex, config: Config, limit: int | None, *, pictures: bool
 ) -> tuple[np.ndarray, dict[str, int]]:
-    """Return the samples to look at, int64 [n], and how many are left out, by reason.
+    """Return the samples to evaluate, int64 [n], and the number of left-out samples by reason.
 
     Raises:
-        ValueError: none is left.
-        ConfigError: a medium that would be looked at is larger than any chunk.
+        ValueError: no sample is left.
+        ConfigError: a selected medium is larger than any chunk.
     """
     every = np.arange(index.num_samples)
     media = np.diff(index.item_ptr)
@@ -102,23 +102,23 @@ def choose(
 
 
 def nothing_counts(source: str, left_out: dict[str, int], advice: str) -> ValueError:
-    """Return the error that no sample of a source counts: why, and what to do."""
+    """Return the error that no sample of a source counts, with the reasons and the remedy."""
     why = ", ".join(f"{number} {reason}" for reason, number in left_out.items()) or "it has none"
     return ValueError(f"source {source!r}: no sample counts ({why}); {advice}")
 
 
 def room_of(config: Config) -> int:
-    """Tokens of a microbatch."""
+    """Return the number of tokens in a microbatch."""
     return config.train.rows_per_microbatch * config.data.seq_len
 
 
 def read_examples(
     store: Store, index: SourceIndex, config: Config, samples: Sequence[int] | np.ndarray
 ) -> list[Example]:
-    """Read samples with one medium each, in their order.
+    """Read samples with one medium each, in the given order.
 
     Raises:
-        IndexMismatch: its bytes are not those of the index.
+        IndexMismatch: the bytes of the source do not match its index.
     """
     samples = np.asarray(samples)
     items = index.item_ptr[samples]
@@ -137,9 +137,9 @@ def read_examples(
 
 
 def swap_images(examples: list[Example], room: int) -> list[Example]:
-    """Give each sample the medium of the next one with which it fits `room` tokens.
+    """Give each sample the medium of the next sample with which it fits into `room` tokens.
 
-    A sample that fits with no other's is left out.
+    A sample that fits with no other medium is left out.
     """
     swapped = []
     for place, example in enumerate(examples):
@@ -154,10 +154,10 @@ def swap_images(examples: list[Example], room: int) -> list[Example]:
 def read_texts(
     store: Store, index: SourceIndex, config: Config, tokenizer: Tokenizer, samples: np.ndarray
 ) -> Iterator[list[Document]]:
-    """Yield each sample's text, or its parts if it is longer than a row; of wordings the first.
+    """Yield each sample's text, in parts if it is longer than a row; uses the first wording.
 
     Raises:
-        IndexMismatch: its bytes are not those of the index.
+        IndexMismatch: the bytes of the source do not match its index.
     """
     seq_len = config.data.seq_len
     for first in range(0, len(samples), _READ_AT_ONCE):

@@ -1,9 +1,9 @@
-"""What settings of memory cost a pass in time: recompute, FP8 storage, host memory. Pure.
+"""Time costs of the memory settings for a pass: recompute, FP8 storage, offload. Pure.
 
-Sizes are those that the plan of memory counts (`memory.kept`): what is not kept is what is made
-again. Products take their operations, at the rate of the passes; norms, SwiGLU and FP8 codes what
-they read and write, at the speed of the device's memory; what waits in host memory goes there and
-back beside the computing, and is waited for where it takes longer.
+Uses the sizes of the memory plan (`memory.kept`): tensors that are not kept are recomputed. The
+time of matrix products follows from their operations at the rate of the passes. The time of norms,
+SwiGLU and FP8 codes follows from the bytes that they read and write, at the speed of device memory.
+Offload copies overlap with compute, and a pass waits only for copies that take longer.
 """
 
 from collections import Counter
@@ -19,21 +19,21 @@ NORMS, SWIGLU = "norms", "SwiGLU of "
 
 
 def recompute_seconds(config: Config, memory: float) -> Floats:
-    """Return how much longer backward passes are by `train.recompute`, float64 [virtual stages].
+    """Return the seconds that `train.recompute` adds to backward passes, float64 [virtual stages].
 
-    Gathers of what is projected up again are with the other traffic (`text_passes`).
+    Gathers for recomputed up-projections are counted with the other traffic (`text_passes`).
 
     Args:
-        memory: bytes a second that a device reads and writes.
+        memory: device memory bandwidth for reads and writes, bytes/s.
     """
     kinds, parts = config.train.recompute, chunk_parts(config)
     found = np.zeros(len(parts))
     for column, dense in ((1, True), (2, False)):
         sizes = _plain_sizes(config, dense)
         seconds = 0.0
-        if "norms" in kinds:  # one number is read for each that is written
+        if "norms" in kinds:  # one number read for each number written
             seconds += 2 * sizes[NORMS] / memory
-        if "swiglu" in kinds:  # and here two
+        if "swiglu" in kinds:  # two numbers read for each number written
             swiglu = sum(size for kind, size in sizes.items() if kind.startswith(SWIGLU))
             seconds += 3 * swiglu / memory
         if "mla_up" in kinds:
@@ -45,7 +45,7 @@ def recompute_seconds(config: Config, memory: float) -> Floats:
 def up_seconds(config: Config) -> float:
     """Return the seconds of a layer's up-projections of queries, keys and values on a rank.
 
-    Of a row that ranks share, of queries alone: its keys and values are made again anyway.
+    If ranks share rows, only queries count: keys and values are recomputed in any case.
     """
     queries, keys = up_projections(config.model.language)
     weights = queries + (keys if config.layout.cp == 1 else 0)
@@ -53,12 +53,12 @@ def up_seconds(config: Config) -> float:
 
 
 def storage_seconds(config: Config, memory: float) -> Floats:
-    """Return how much longer passes are by FP8 storage, each way, float64 [virtual stages].
+    """Return the extra seconds of each pass under FP8 storage, float64 [virtual stages].
 
-    Codes are made in the forward pass, and read in the backward pass: as many bytes either way.
+    The forward pass makes the codes and the backward pass reads them; both move as many bytes.
 
     Args:
-        memory: bytes a second that a device reads and writes.
+        memory: device memory bandwidth for reads and writes, bytes/s.
     """
     parts = chunk_parts(config)
     if not config.train.fp8_storage:
@@ -74,10 +74,10 @@ def storage_seconds(config: Config, memory: float) -> Floats:
 
 
 def host_seconds(config: Config, host: float) -> Floats:
-    """Return how long what a pass has in host memory is on its way, float64 [virtual stages].
+    """Return the seconds that a pass's offloaded tensors take one way, float64 [virtual stages].
 
     Args:
-        host: bytes a second between device and host, each way.
+        host: bandwidth between device and host, each way, bytes/s.
     """
     return np.array(moved_bytes(config), np.float64) / host
 
@@ -88,7 +88,7 @@ def _plain_sizes(config: Config, dense: bool) -> Counter[str]:
 
 
 def _sizes(config: Config, dense: bool) -> Counter[str]:
-    """Return kind -> bytes that a layer keeps of a microbatch."""
+    """Return kind -> bytes that a layer keeps per microbatch."""
     sizes = Counter[str]()
     for kept in layer_tensors(config, dense):
         sizes[kept.kind] += kept.size

@@ -1,4 +1,4 @@
-"""The plan of memory as text and as plain values (`kimi-pretrain plan --memory`, the dry run)."""
+"""Memory plan as text and as plain values, for `kimi-pretrain plan --memory` and the dry run."""
 
 import shlex
 from collections.abc import Iterator
@@ -12,17 +12,17 @@ from kimi_pretrain.memory.states import divide_config
 from kimi_pretrain.tools.optimizer_division import Division
 from kimi_pretrain.tools.optimizer_report import runs
 
-# Memory of common cards as their data sheets give it, in GB of 10^9 bytes.
+# Memory of common GPUs according to their data sheets, in GB of 10^9 bytes.
 CARDS = {"H100, H800 (80 GB)": 80e9, "H200 (141 GB)": 141e9}
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """The plan of a run, and what brings it under the limits that it is over.
+    """The memory plan of a run, and settings that bring it under each limit that it exceeds.
 
     Attributes:
-        searches: by the name of the limit: `train.memory_limit_gib`, or a card.
-        media: the share of media among the tokens that it counts with; None: none is given.
+        searches: keyed by the name of the limit: `train.memory_limit_gib` or a GPU.
+        media: the assumed share of media tokens; None: none is given.
     """
 
     plan: MemoryPlan
@@ -31,7 +31,7 @@ class MemoryReport:
 
 
 def report(config: Config, division: Division | None = None) -> MemoryReport:
-    """Plan the memory of a run, and search where it is over its own limit, or a card's memory.
+    """Plan the memory of a run; search settings for its own limit and the GPUs that it exceeds.
 
     Args:
         division: of the optimizer's state, if it is known.
@@ -64,7 +64,7 @@ def lines(found: MemoryReport) -> Iterator[str]:
 
 
 def search_lines(name: str, found: Search) -> Iterator[str]:
-    """Yield what fits under a limit, as text.
+    """Yield the combinations that fit under a limit, as text.
 
     Args:
         name: of the limit.

@@ -1,6 +1,6 @@
-"""Who owns which tensor in a whole job, computed in one process for a dry run.
+"""Assigns the tensors of a whole job to owner ranks, in one process, for a dry run.
 
-The same choice as the running job's (`optim.owners`), for every replica group of the job; the
+Makes the same choice as the running job (`optim.owners`) for every replica group. Also computes the
 busiest rank, the bytes moved, and the best division possible with whole matrices.
 """
 
@@ -35,13 +35,13 @@ class PlannedGroup:
 
 @dataclass(frozen=True)
 class Division:
-    """Who owns what.
+    """Assignment of tensors to owners.
 
     Attributes:
         groups: in the order in which they were divided.
-        costs: of each group, name -> the tensor's rule and load.
-        owners: of each group, name -> global rank; None where every rank updates all it holds
-            (`optim.shard_state` off).
+        costs: for each group, name -> the tensor's rule and load.
+        owners: for each group, name -> global rank; None if every rank updates all tensors that it
+            holds (`optim.shard_state` off).
     """
 
     groups: tuple[PlannedGroup, ...]
@@ -56,7 +56,7 @@ def divide(
     """Divide all groups of a job, in `owners.ORDER`.
 
     Raises:
-        ValueError: a tensor that no rule covers, by name.
+        ValueError: no rule covers a tensor; the message names it.
     """
     ordered = sorted(groups, key=lambda group: (ORDER.index(group.replicas), group.ranks))
     costs = [costs_of(group.tensors, model, config) for group in ordered]
@@ -64,7 +64,7 @@ def divide(
     if not config.shard_state:
         loads = _sums(num_ranks, ordered, wholes)
         return Division(tuple(ordered), tuple(costs), (None,) * len(ordered), tuple(loads))
-    shares = [  # as `owners.share_of` has them
+    shares = [  # as in `owners.share_of`
         OwnerLoad(whole.flops // len(group.ranks), whole.state_bytes // len(group.ranks))
         for whole, group in zip(wholes, ordered, strict=True)
     ]
@@ -93,11 +93,11 @@ def _sums(
 
 @dataclass(frozen=True)
 class Balance:
-    """The largest of some figures of the ranks against their mean over all ranks of the job.
+    """The largest value of a per-rank figure compared with its mean over the ranks.
 
     Attributes:
-        rank: the first that has the largest.
-        ratio: largest / mean; 1.0 where there is nothing to do.
+        rank: the first rank with the largest value.
+        ratio: largest / mean; 1.0 if the mean is 0.
     """
 
     largest: float
@@ -107,7 +107,7 @@ class Balance:
 
 
 def balance(figures: Sequence[float]) -> Balance:
-    """Return the balance of a figure of which each rank has one."""
+    """Return the balance of a figure, given its value on each rank."""
     largest, mean = max(figures), sum(figures) / len(figures)
     return Balance(largest, mean, list(figures).index(largest), largest / mean if mean else 1.0)
 
@@ -121,7 +121,7 @@ class Traffic:
 
     Attributes:
         gradients: reduced to their owners, fp32 (fp64 for fp64 weights).
-        weights: broadcast to all copies, in their own dtype.
+        weights: broadcast to all copies, in the dtype of the weights.
     """
 
     gradients: float
@@ -145,14 +145,14 @@ def traffic(division: Division) -> list[Traffic]:
 
 @dataclass(frozen=True)
 class Largest:
-    """The tensor that takes the most operations."""
+    """The tensor with the most Newton-Schulz operations."""
 
     name: str
     flops: int
 
 
 def largest_tensor(division: Division) -> Largest:
-    """Return the tensor whose Newton-Schulz takes the most operations, the first by name."""
+    """Return the tensor with the most Newton-Schulz operations; among equals the first by name."""
     works = (
         Largest(name, cost.load.flops) for costs in division.costs for name, cost in costs.items()
     )
@@ -160,11 +160,11 @@ def largest_tensor(division: Division) -> Largest:
 
 
 def least_possible(division: Division) -> float:
-    """Return a lower bound on the largest rank's Newton-Schulz operations, with whole tensors.
+    """Return a lower bound on the busiest rank's Newton-Schulz operations, with whole tensors.
 
-    Tensors of a group stay on its ranks, and so do those of groups inside it: their mean is one
-    bound. A group's largest tensor is on some rank, which is in smaller groups as well: the mean of
-    such a group together with this tensor is the other.
+    The tensors of a group and of the groups inside it stay on the group's ranks: their mean is one
+    bound. The second bound: some rank owns a group's largest tensor, and this rank also belongs to
+    smaller groups; take the mean of such a group together with this tensor.
     """
     works = [[cost.load.flops for cost in costs.values()] for costs in division.costs]
     sums = [sum(work) for work in works]
@@ -184,7 +184,7 @@ def least_possible(division: Division) -> float:
 def _least_with(
     most: int, ranks: Sequence[int], smaller: Sequence[Sequence[tuple[int, int]]]
 ) -> float:
-    """Return the bound by a tensor of `most` operations, on the rank where it is lowest."""
+    """Return the bound from a tensor of `most` operations, on the rank where it is lowest."""
     return min(
         max([most, *((work + most) / n for work, n in smaller[rank] if n < len(ranks))])
         for rank in ranks
@@ -200,9 +200,10 @@ def stage_groups(
     """Yield the groups of a pipeline stage: one dense, and one for each slice of the experts.
 
     Args:
-        ranks_per_stage: its ranks are neighbours.
-        num_slices: into which the experts are cut; rank r of a stage holds slice r % num_slices.
-        tensors: "dense", and "expert": those of the first slice. The others' have the same shapes.
+        ranks_per_stage: number of ranks; they are consecutive.
+        num_slices: number of expert slices; rank r of a stage holds slice r % num_slices.
+        tensors: "dense" tensors, and "expert" tensors of the first slice. All slices have the same
+            shapes.
     """
     first = stage * ranks_per_stage
     ranks = range(first, first + ranks_per_stage)
@@ -221,7 +222,7 @@ def _expert_number(name: str) -> int:
 
 
 def _renumbered(name: str, more: int) -> str:
-    """Return the name of the tensor of the expert that is `more` places further."""
+    """Return the tensor's name with `more` added to its expert number."""
     before, _, rest = name.partition(".experts.")
     number, _, after = rest.partition(".")
     return f"{before}.experts.{int(number) + more}.{after}"

@@ -1,9 +1,9 @@
-"""What the optimizer's division among ranks comes to, as text: figures, advice, and who owns what.
+"""Report on the optimizer's division among ranks: figures, advice and a table of owners.
 
-Means are over all ranks of the job. Ranks of different pipeline stages cannot share work, so that
-stages with more layers than the mean are above it whatever the owners are. The table has a line per
-tensor, 70,000 for a 1T model; folded, tensors that differ only in numbers of layer, block and
-expert share a line.
+Means are over all ranks of the job. Ranks of different pipeline stages cannot share work, so a
+stage with more layers than average is above the mean for any choice of owners. The table has one
+row per tensor, 70,000 for a 1T model; in the folded table, tensors that differ only in the numbers
+of layer, block and expert share a row.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +21,7 @@ from kimi_pretrain.tools.optimizer_division import (
     traffic,
 )
 
-# Above this ratio of largest to mean, the text says what it comes from.
+# Above this ratio of largest to mean, the report explains the cause.
 GOOD_BALANCE = 1.15
 
 
@@ -35,7 +35,7 @@ class Assignment:
         group: parameter group, see `OptimConfig.groups`.
         replicas: "dense", "expert" or "encoder".
         copies: number of ranks that hold it.
-        owner: global rank; None where every holder updates it.
+        owner: global rank; None if every holder updates it.
     """
 
     name: str
@@ -53,8 +53,8 @@ class Folded:
     """Tensors that differ only in their numbers.
 
     Attributes:
-        name: with ranges for numbers: 'layers.1-60.mlp.experts.0-383'.
-        owners: ranks as ranges; 'each' where every holder updates a tensor.
+        name: with ranges in place of numbers: 'layers.1-60.mlp.experts.0-383'.
+        owners: ranks as ranges; 'each' if every holder updates a tensor.
     """
 
     name: str
@@ -68,7 +68,7 @@ class StageLoad:
     """The optimizer's load on the ranks of one pipeline stage.
 
     Attributes:
-        own_flops: mean operations of this stage's layers, without the encoder.
+        own_flops: mean operations per rank for this stage's layers, without the encoder.
     """
 
     stage: int
@@ -80,11 +80,11 @@ class StageLoad:
 
 @dataclass(frozen=True)
 class OptimizerSummary:
-    """Figures of a step.
+    """Figures of the optimizer for one step.
 
     Attributes:
-        flops: of Newton-Schulz, per rank.
-        least_possible: lower bound of the largest of `flops` with whole tensors.
+        flops: Newton-Schulz operations, per rank.
+        least_possible: lower bound on the largest of `flops` with whole tensors.
         state_bytes: per rank.
         gradient_bytes: sent by a rank to reduce gradients to owners.
         weight_bytes: sent by a rank to broadcast updated weights.
@@ -105,7 +105,8 @@ def summarise(division: Division, layers: Sequence[tuple[int, ...]]) -> Optimize
     """Return the figures of a division.
 
     Args:
-        division: of the whole job; the ranks of a stage are neighbours.
+        division: of the whole job; the ranks of a stage are consecutive.
+        layers: decoder layers of each stage.
     """
     moved = traffic(division)
     flops = [load.flops for load in division.loads]
@@ -135,7 +136,7 @@ def summarise(division: Division, layers: Sequence[tuple[int, ...]]) -> Optimize
 
 
 def summary_as_json(summary: OptimizerSummary) -> dict[str, Any]:
-    """Return plain values; a row of the table holds what its tensors share."""
+    """Return plain values; a row of the table holds the values that its tensors share."""
     plain = asdict(summary)
     for row in plain["table"]:
         shared = row.pop("like")
@@ -208,7 +209,7 @@ def advice(summary: OptimizerSummary) -> Iterator[str]:
 
 
 def _amount(value: float, unit: str) -> str:
-    """'12.1 TFLOP', '4.2 GB'."""
+    """Return a value with a unit prefix, as '12.1 TFLOP' or '4.2 GB'."""
     for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:.1f} {prefix}{unit}"
@@ -250,7 +251,7 @@ _LAST = ("language_model.model.norm.", "language_model.lm_head.")
 
 
 def _sort_key(row: Assignment) -> tuple[int, list[int], str]:
-    """Sort key: order of the forward pass, then numbers, then name."""
+    """Return the sort key: order of the forward pass, then numbers, then name."""
     for number, prefix in enumerate(_PARTS):
         if row.name.startswith(prefix):
             return number, _numbers(row.name), row.name
@@ -283,7 +284,7 @@ def _folded(rows: Sequence[Assignment]) -> Folded:
 
 
 def runs(numbers: Iterable[int]) -> str:
-    """Return '0-1,32-33' for 0, 1, 32 and 33 in any order; 'none' for none."""
+    """Return numbers as ranges: '0-1,32-33' for 0, 1, 32 and 33 in any order; 'none' if empty."""
     there = set(numbers)
     starts = sorted(n for n in there if n - 1 not in there)
     ends = sorted(n for n in there if n + 1 not in there)
@@ -315,7 +316,7 @@ def folded_lines(rows: Sequence[Folded]) -> Iterator[str]:
 
 
 def _trained_by(row: Assignment) -> str:
-    """Return 'muon' for a whole matrix; else with the rows of its pieces, or its reshaped size."""
+    """Return the optimizer's name, with the pieces' rows or the reshaped size if it has any."""
     if len(row.pieces) < 2:
         reshaped = [piece for piece in row.pieces if piece != f"whole {list(row.shape)}"]
         return f"{row.trained_by}: {reshaped[0]}" if reshaped else row.trained_by
@@ -332,7 +333,7 @@ def _shortened(owners: str, longest: int = 24) -> str:
 
 
 def tab_separated(rows: Sequence[Assignment]) -> Iterator[str]:
-    """Yield the full table as tab-separated lines, a header first."""
+    """Yield the full table as tab-separated lines, starting with a header."""
     yield "\t".join(field.name for field in fields(Assignment))
     for row in rows:
         cells = (

@@ -1,6 +1,6 @@
-"""Pictures of a run, drawn from what it leaves in its folder: metrics.jsonl and trace.json.
+"""Plots of a run, drawn from metrics.jsonl and trace.json in its folder.
 
-Each function takes plain values and writes one PNG; nothing here needs the run itself.
+Each function takes plain values and writes one PNG; none needs the run itself.
 """
 
 from collections.abc import Sequence, Set
@@ -19,12 +19,12 @@ RAW, SMOOTH = "#b8c4d6", "#1f4e9c"
 NAIVE, ROUND_ROBIN, DEP = "#d97742", "#9aa5b1", "#1f4e9c"
 EXPOSED = "#c2255c"
 CLIPPED = "#c2255c"
-# RMS of Muon's update: 0.2 if all singular values were one; Newton-Schulz stops at 0.7 to 1.2, and
-# 0.17 is usual.
+# RMS of Muon's update: 0.2 if all singular values were one; Newton-Schulz leaves them between 0.7
+# and 1.2, and 0.17 is typical.
 MUON_RMS = (0.16, 0.2)
-# AdamW begins at 1; above this the rest would be too small to tell apart.
+# AdamW begins at 1; a higher axis limit would flatten the other curves.
 LARGEST_RMS = 0.6
-# Blue goes forward with the media, green and purple back; what has no name here takes OTHERS.
+# Blue: forward phases of the media; green and purple: backward phases. Other phases use OTHERS.
 PHASES = {
     "1 wait for data": "#d5d9e0",
     "prepare": "#9aa5b1",
@@ -44,13 +44,13 @@ LABELS = {
     "dep": ("balanced (DEP)", DEP),
 }
 SMOOTHING_STEPS = 20
-# Height of a row of the panel of memory, at most.
+# Maximum height of a row in the memory panel.
 PEAK_INCHES = 0.4
-# Pieces of work in bubbles that are nearer than this part of the step are drawn as one.
+# Pieces of work in bubbles closer together than this share of the step are drawn as one bar.
 NEAR_SHARE = 0.0005
-# A row of the timeline, at most; the seconds of its bubbles fit beside one that is not lower.
+# Maximum height of a timeline row; the labels with seconds of bubbles only fit at this height.
 RANK_INCHES = 0.6
-# A phase shorter than this part of the step gets no number on its bar: it would not fit.
+# A phase shorter than this share of the step gets no number on its bar, because it would not fit.
 NUMBERED_SHARE = 0.07
 
 
@@ -88,17 +88,17 @@ def loss_plot(metrics: Sequence[dict[str, Any]], path: Path) -> None:
 def losses_plot(
     metrics: Sequence[dict[str, Any]], path: Path, heldout: Sequence[dict[str, Any]] = ()
 ) -> None:
-    """Draw the loss of each source, and below by how far into its document a token is.
+    """Draw the loss by source and, below, by the token's position in its document.
 
-    Means of the last steps, weighed by their tokens; the held-out sources' as points, joined.
+    The curves are means over the last steps, weighted by tokens; held-out losses are joined points.
 
     Args:
-        metrics: lines with "step", "loss_by_source", "loss_tokens_by_source" and the same by
-            position; a run that wrote none in its first steps is drawn from there on.
+        metrics: lines with "step", "loss_by_source", "loss_tokens_by_source" and the same two
+            by position; lines without them are skipped.
         heldout: lines of heldout.jsonl, with the same names.
 
     Raises:
-        KeyError: no line has them.
+        KeyError: no line has these names.
         ValueError: no token was trained on.
     """
     lines = [line for line in metrics if "loss_by_source" in line]
@@ -130,13 +130,13 @@ def _curves(
     window: int,
     **style: Any,
 ) -> int:
-    """Draw the losses by source or by position; returns how many curves there are."""
+    """Draw the losses by source or by position; return the number of curves."""
     drawn, kind = 0, "held out: " if "marker" in style else ""
     steps = np.array([line["step"] for line in lines])
     for name, colour in colours.items():
         tokens = [line[f"loss_tokens_by_{what}"].get(name, 0) for line in lines]
         means = [line[f"loss_by_{what}"].get(name) for line in lines]
-        # A step whose loss was not finite counts as one without tokens.
+        # A step whose loss was not finite counts as a step without tokens.
         tokens = np.array([n if mean is not None else 0 for n, mean in zip(tokens, means)])
         if not tokens.any():
             continue
@@ -149,14 +149,14 @@ def _curves(
 
 
 def dep_balance_plot(metrics: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw how the encoder's work lies on the ranks, in one typical step and over all steps.
+    """Draw the encoder's work per rank, in one typical step and over all steps.
 
-    As patches, and beside it as predicted seconds, which are what is balanced.
+    The work is drawn in patches and in predicted seconds, which the assignment balances.
 
     Args:
         metrics: lines with "step", "patches_per_rank" and "predicted_seconds_per_rank"; lines
-            without media are left out. Of a run that wrote no seconds yet the patches are drawn.
-            The typical step is the one with the median naive imbalance.
+            without media are left out. If some lines have no seconds, only patches are drawn. The
+            typical step is the one with the median naive imbalance.
 
     Raises:
         ValueError: no step has media.
@@ -195,19 +195,20 @@ def dep_balance_plot(metrics: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def timeline_plot(trace: dict[str, Any], path: Path) -> None:
-    """Draw the phases of one step on every rank as bars along the time.
+    """Draw the phases of one step on every rank as bars along the time axis.
 
-    Shaded with their length are the stretches that the step would save without the encoder; at the
-    side, where it was measured, the most memory of a rank in each phase. Vision work in bubbles and
-    what the stage still waits lie inside the backbone's bar, their seconds beside it.
+    The intervals that the step would save without the encoder are shaded and labelled with their
+    length. A side panel shows the peak memory of any rank in each phase, if it was measured. Vision
+    work in bubbles and the remaining waits are drawn inside the backbone's bar, with their seconds
+    next to the rank's name.
 
     Args:
-        trace: a Chrome trace; "X" events with pid = rank, name = phase, ts and dur in microseconds,
-            of category "exposed" for those stretches, "bubble" for what lies inside the backbone;
-            "peak GiB" and "first stage" in their args, and the seconds of `MEASURED`.
+        trace: a Chrome trace; "X" events with pid = rank, name = phase, ts and dur in microseconds.
+            Category "exposed" marks the intervals above, "bubble" the sections inside the backbone.
+            The args hold "peak GiB", "first stage" and the seconds of `MEASURED`.
 
     Raises:
-        ValueError: the trace has no complete event.
+        ValueError: the trace has no complete event of a phase.
     """
     complete = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     inside = [e for e in complete if e.get("cat") == "bubble"]
@@ -215,7 +216,7 @@ def timeline_plot(trace: dict[str, Any], path: Path) -> None:
     if not events:
         raise ValueError("the trace holds no event of a phase: there is nothing to draw")
     ranks = sorted({e["pid"] for e in events})
-    # Phases in the order in which they first begin anywhere: the order of the step.
+    # Phases sorted by their first start on any rank, which is their order in the step.
     begun = sorted([*events, *inside], key=lambda e: e["ts"])
     phases = list(dict.fromkeys(e["name"] for e in begun))
     colours = {
@@ -239,12 +240,12 @@ def timeline_plot(trace: dict[str, Any], path: Path) -> None:
 def muonclip_plot(
     metrics: Sequence[dict[str, Any]], path: Path, threshold: float | None = None
 ) -> None:
-    """Draw each layer's largest attention logit, the heads that were clipped, and update sizes.
+    """Draw each layer's largest attention logit, the number of clipped heads, and update sizes.
 
     Args:
         metrics: lines of metrics.jsonl with "step", "max_logits", "clipped_heads", "update_rms" and
             "skipped_steps".
-        threshold: of QK-Clip, drawn across; None where it is off.
+        threshold: of QK-Clip, drawn as a horizontal line; None if it is off.
 
     Raises:
         ValueError: there is no step to draw.
@@ -252,7 +253,7 @@ def muonclip_plot(
     steps, clipped, skipped = _columns(metrics, "step", "clipped_heads", "skipped_steps")
     shape = {"height_ratios": (4, 1, 2), "sharex": True}
     figure, (top, middle, bottom) = new_figure((9, 7.6), 3, 1, **shape)
-    # None, where no document was seen, becomes a gap.
+    # None, for a step that saw no document, becomes a gap in the curve.
     logits = np.array([line["max_logits"] for line in metrics], dtype=float)
     _logits_of_layers(top, steps, logits, threshold)
     middle.vlines(steps, 0, clipped, color=CLIPPED, linewidth=1.5)
@@ -286,7 +287,7 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
 def _logits_of_layers(
     axes: Axes, steps: np.ndarray, logits: np.ndarray, threshold: float | None
 ) -> None:
-    """Draw one curve a layer, from light (the first) to dark, and the threshold across."""
+    """Draw one curve per layer, from light (the first) to dark, and the threshold as a line."""
     layers = logits.shape[1]
     first, last = (np.array(to_rgb(colour)) for colour in (RAW, SMOOTH))
     for layer in range(layers):
@@ -304,7 +305,7 @@ def _logits_of_layers(
 
 
 def _imbalance(line: dict[str, Any], work: str) -> dict[str, float]:
-    """Return the most loaded rank over the mean of ranks, under each assignment."""
+    """Return the load of the busiest rank over the mean of ranks, for each assignment."""
     loads = line[work]
     return {name: max(loads[name]) / float(np.mean(loads[name])) for name in LABELS}
 
@@ -322,13 +323,13 @@ def _loads_of_step(axes: Axes, line: dict[str, Any], work: str, unit: str) -> No
     axes.set_xlabel("rank")
     axes.set_ylabel(unit)
     axes.set_title(f"Step {line['step']}: {unit} on {len(ranks)} ranks")
-    # Headroom, so that the legend does not lie on the bars.
+    # Headroom keeps the legend off the bars.
     axes.set_ylim(0, max(max(loads[name]) for name in LABELS) * 1.3)
     axes.legend(frameon=False, fontsize=9, loc="upper right")
 
 
 def _span_of(events: Sequence[dict[str, Any]]) -> tuple[float, float]:
-    """Return when the step began, and how long it took on all ranks, both in microseconds."""
+    """Return the start of the step and its duration over all ranks, both in microseconds."""
     begin = min(e["ts"] for e in events)
     return begin, max(e["ts"] + e["dur"] for e in events) - begin
 
@@ -340,7 +341,7 @@ def _bars(
     colours: dict[str, str],
     around: Set[str],
 ) -> None:
-    """Draw a bar for each event, with its length but where `around` says that others lie inside."""
+    """Draw a bar for each event; print its length unless `around` names it as holding others."""
     begin, span = _span_of(events)
     for event in events:
         start, length = (event["ts"] - begin) / 1e3, event["dur"] / 1e3
@@ -364,7 +365,7 @@ def _inside(
     ranks: list[int],
     colours: dict[str, str],
 ) -> None:
-    """Draw work in bubbles and waits inside the bars, and their seconds at the ranks' names."""
+    """Draw work in bubbles and waits inside the bars, with their seconds next to the rank names."""
     begin, span = _span_of(events)
     for row, rank in enumerate(ranks):
         mine = sorted((e for e in pieces if e["pid"] == rank), key=lambda e: e["ts"])
@@ -383,7 +384,7 @@ def _inside(
 
 
 def joined(pieces: Sequence[dict[str, Any]], near: float) -> list[tuple[str, float, float]]:
-    """Return (name, start, end) of events in time; those of a name that are near are one."""
+    """Return (name, start, end) of events in time order; close events of one name are merged."""
     found: list[tuple[str, float, float]] = []
     for piece in pieces:
         name, start = piece["name"], piece["ts"]
@@ -396,7 +397,7 @@ def joined(pieces: Sequence[dict[str, Any]], near: float) -> list[tuple[str, flo
 def _exposed(
     axes: Axes, stretches: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]]
 ) -> None:
-    """Shade and bracket what is the encoder's alone; the share of the step goes into the title."""
+    """Shade and bracket the exposed encoder time; put its share of the step into the title."""
     begin, span = _span_of(events)
     title = f"One training step, {span / 1e3:.0f} ms"
     total = sum(e["dur"] for e in stretches)
@@ -404,7 +405,7 @@ def _exposed(
         title += f"; the encoder costs {total / span:.1%} of it"
     axes.set_title(title, pad=24 if stretches else 6)
     over, height = axes.get_xaxis_transform(), axes.bbox.height / DPI
-    top = 1 + 0.1 / height  # a tenth of an inch above the bars, however many ranks there are
+    top = 1 + 0.1 / height  # a tenth of an inch above the bars for any number of ranks
     for event in stretches:
         start, end = ((event["ts"] - begin + more) / 1e3 for more in (0, event["dur"]))
         axes.axvspan(start, end, color=EXPOSED, alpha=0.12, zorder=0, linewidth=0)
@@ -412,7 +413,7 @@ def _exposed(
             *((start, start, end, end), (1.0, top, top, 1.0)),
             **{"color": EXPOSED, "linewidth": 1.2, "transform": over, "clip_on": False},
         )
-        # Towards the outside of the step, so that the two never meet.
+        # The two labels extend outwards from the step's middle, so they never overlap.
         side = "left" if (start + end) / 2 < span / 2e3 else "right"
         at = start if side == "left" else end
         label = f"exposed {end - start:.0f} ms"
@@ -422,11 +423,11 @@ def _exposed(
 
 
 def _peaks(axes: Axes, events: Sequence[dict[str, Any]], colours: dict[str, str]) -> None:
-    """Draw the most memory of any rank in each phase; the names make it the legend as well."""
+    """Draw the peak memory of any rank in each phase; its labels are also the legend."""
     measured = [e for e in events if "peak GiB" in e.get("args", {})]
     for row, (name, colour) in enumerate(colours.items()):
         of_phase = [e["args"] for e in measured if e["name"] == name]
-        axes.barh(row, 0, color=colour)  # a row, and a name, for every phase
+        axes.barh(row, 0, color=colour)  # reserves a row and a label for every phase
         if not of_phase:
             within = any(e["name"] == name and e.get("cat") == "bubble" for e in events)
             words = " inside the backbone" if within else " not measured"
@@ -440,7 +441,7 @@ def _peaks(axes: Axes, events: Sequence[dict[str, Any]], colours: dict[str, str]
         swatch = {"facecolor": colour, "edgecolor": "none", "boxstyle": "square,pad=0.15"}
         label.set(fontsize=9, color=ink_on(colour))
         label.set_bbox(swatch)
-    rows = axes.bbox.height / DPI / PEAK_INCHES  # beside many ranks the lower part stays empty
+    rows = axes.bbox.height / DPI / PEAK_INCHES  # with many ranks, the lower part stays empty
     axes.set_ylim(max(float(len(colours)), rows) - 0.4, -0.6)
     axes.grid(axis="y", visible=False)
     axes.set_xlim(left=0)

@@ -1,8 +1,8 @@
-"""What the encoder will do in a run's first steps, predicted before anything is built. Pure.
+"""Predicts the encoder's work in a run's first steps, before anything is built. Pure.
 
-Plans steps as the training does, from the index and the config alone, and asks the same vision
-plan who encodes what; for any number of ranks, in one process. Besides the config's own way of
-assigning media to ranks the three ways there are get planned, to be compared.
+Plans the steps as training does, from the index and the config only, and uses the same vision
+planner; one process can plan any number of ranks. For comparison, it plans all three values of
+`dep.assign` besides the config's own assignment.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from kimi_pretrain.dep.vision_plan import Ints, VisionPlan
 from kimi_pretrain.reliability.preflight import check_start
 
 ASSIGNS = ("owner", "round_robin", "balanced")  # the values of dep.assign
-BINDS = 1.02  # slowest over mean from which on the largest item is worth a word
+BINDS = 1.02  # ratio slowest / mean above which the largest item is reported
 
 Progress = Callable[[float, str], None]
 
@@ -32,26 +32,28 @@ class Load:
 
     @property
     def max_over_mean(self) -> float:
-        """How much longer the slowest rank takes than perfect balance; 1.0 for no load."""
+        """Slowest rank over the mean of ranks, 1.0 for perfect balance or no load."""
         return self.slowest / self.mean if self.mean else 1.0
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One step, before it is run.
+    """Prediction of one step.
 
     Attributes:
         step: its number in the run, from 1.
-        items, patches: media of the global batch.
-        tokens, vision_tokens: of samples, and media tokens among them.
-        loads: for each way of assigning, the load of the ranks.
-        own: the load as this config assigns.
-        largest_patches: of the item that costs a rank the most, as this config assigns.
-        largest_seconds: what it costs one rank, which may share it with others.
-        split: items that several ranks share.
-        moved: how far the media tokens travel in the hand-over.
-        exchange_bytes: the most that one rank sends to others, or receives, in one direction.
-        memory_bytes: the most that the media take on one rank, activations and embeddings.
+        items, patches: counts of the global batch.
+        tokens, vision_tokens: tokens of samples, and media tokens among them.
+        loads: `dep.assign` -> load of the ranks.
+        own: the load under this config's assignment.
+        largest_patches: patches of the item with the largest cost per rank, under this config's
+            assignment.
+        largest_seconds: seconds that this item costs one rank; several ranks may share the item.
+        split: number of items that several ranks share.
+        moved: media tokens by the distance that they move in the hand-over.
+        exchange_bytes: the most that one rank sends or receives, in one direction.
+        memory_bytes: the most that the media use on one rank, activations and embeddings.
+        memory_rank: the rank of `memory_bytes`.
     """
 
     step: int
@@ -71,14 +73,18 @@ class Prediction:
 
     @property
     def largest_binds(self) -> bool:
-        """Whether the slowest rank does nothing but its share of one large item."""
+        """True if the slowest rank only does its share of one large item."""
         alone = self.own.slowest <= self.largest_seconds * (1 + 1e-9)
         return alone and self.own.max_over_mean > BINDS
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """The first steps of a run, one at least; `notices`: samples that do not fit, by source."""
+    """The first steps of a run, at least one.
+
+    Attributes:
+        notices: samples that do not fit, by source, and the ends of budgets.
+    """
 
     config: Config
     steps: tuple[Prediction, ...]
@@ -88,10 +94,10 @@ class Predictions:
 def predict(
     config: Config, num_steps: int, progress: Progress = lambda share, what: None
 ) -> Predictions:
-    """Plan the first steps of a run of `config`, reading its index under `data.root`.
+    """Plan the first steps of a run of `config` from its index under `data.root`.
 
     Args:
-        progress: told the share done and what is being done.
+        progress: called with the finished share and the name of the current task.
 
     Raises:
         ValueError: the config's data or layout cannot be planned.
@@ -100,7 +106,8 @@ def predict(
     progress(0.0, "reading the index")
     indices = check_start(config, steps=0, data_alone=True).indices
     planner = Planner(indices, config.data)
-    # What goes over the limit is to be seen, not refused; so nothing can be kept up to it.
+    # The prediction reports a step over the limit instead of refusing it. Without a limit,
+    # activations cannot be kept up to it.
     own = _with_dep(config, memory_limit_gib=None, keep_activations="none")
     plain = {"placement": "decoupled", "memory_limit_gib": None, "bubbles": "none"}
     ways = {assign: VisionPlanner(_with_dep(config, assign=assign, **plain)) for assign in ASSIGNS}
@@ -116,11 +123,11 @@ def predict(
 def predict_step(
     plan: GlobalPlan, own: VisionPlanner, ways: dict[str, VisionPlanner]
 ) -> Prediction:
-    """Return what a step's plan comes to.
+    """Return the prediction of a planned step.
 
     Args:
-        own: plans as the run will, without a limit on memory.
-        ways: plans as each way of assigning would.
+        own: the planner of the run, without a memory limit.
+        ways: `dep.assign` -> planner.
     """
     vision = own.plan(plan)
     seconds = seconds_of_part(vision.costs, vision.parts, vision.split_efficiency)
@@ -145,10 +152,10 @@ def predict_step(
 
 
 def travel(vision: VisionPlan, node: Ints) -> Moved:
-    """Return how far the media tokens of a step travel to the ranks that need them.
+    """Return the media tokens of a step by the distance to the ranks that need them.
 
     Args:
-        node: of each rank, [ranks].
+        node: node of each rank, [ranks].
     """
     spans = vision.spans
     stay = spans.source == spans.dest
@@ -157,25 +164,25 @@ def travel(vision: VisionPlan, node: Ints) -> Moved:
 
 
 def busiest_rank_tokens(vision: VisionPlan) -> int:
-    """Return the most media tokens that one rank sends to others, or receives from them."""
+    """Return the most media tokens that any rank sends or receives."""
     return max(int(tokens.max()) for tokens in vision.tokens_away())
 
 
 def token_bytes(config: Config) -> int:
-    """Return the bytes of a media token's embedding on its way."""
+    """Return the bytes of one media token's embedding in the exchange."""
     kind = config.dep.exchange_dtype
     size = ITEMSIZE[config.train.dtype if kind == "model" else kind]
     return size * config.model.vision.out_width
 
 
 def advice(found: Predictions) -> Iterator[str]:
-    """Yield what to change where something binds; nothing if all is well."""
+    """Yield advice on the bottlenecks of the steps; nothing if there are none."""
     dep, limits = found.config.dep, found.config.data.limits
     binding = [step for step in found.steps if step.largest_binds]
     if binding:
         worst = max(binding, key=lambda step: step.largest_seconds)
         most = min(dep.ranks_per_node, found.config.layout.world_size())
-        heads = found.config.model.vision.heads  # that the ranks of an item divide
+        heads = found.config.model.vision.heads  # divided among the ranks of an item
         split = max(p for p in (1, 2, 4, 8, 16) if p <= most and heads % p == 0)
         mend = [f"dep.max_split={split}"] if split > dep.max_split else []
         mend += [f"lower data.limits (image {limits.image}, frame {limits.frame})"]
@@ -240,7 +247,7 @@ def lines(found: Predictions) -> Iterator[str]:
 
 
 def total(steps: Sequence[Prediction]) -> Prediction:
-    """Return the steps as one: counts and seconds added up, sizes at their largest."""
+    """Return all steps as one prediction: sums of counts and seconds, maxima of sizes."""
     first = steps[0]
     summed = ("items", "patches", "tokens", "vision_tokens", "split")
     values: dict[str, Any] = {name: sum(getattr(step, name) for step in steps) for name in summed}

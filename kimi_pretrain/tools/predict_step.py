@@ -1,12 +1,12 @@
-"""How long a run's first steps take, predicted from index and layout: `plan --step`. Pure.
+"""Predicts the duration of a run's first steps from index and layout: `plan --step`. Pure.
 
     vision forward | hand-over | pipeline | hand-back | recompute, backward | sums | update
 
-Passes of the pipeline cost what `plan --calibrate` measured (`dep.pass_cost`), or else counted
-operations over `dep.flops_per_second` (`dep.pass_costs`), on the timeline that plans work in
-bubbles, too; the exchange of experts between nodes is added. Media cost what the plan of the
-encoder says (`step_parts`); storage adds what a save holds the training up, and what the loader is
-late (`step_storage`). Left out, and told so: the update where `dep.update_cost` is not given.
+Pipeline passes cost what `plan --calibrate` measured (`dep.pass_cost`), or else the counted
+operations over `dep.flops_per_second` (`dep.pass_costs`). They run on the timeline that also plans
+vision work in bubbles; the exchange of experts between nodes is added. Media cost what the vision
+plan predicts (`step_parts`). Storage adds the stalls of checkpoints and the waits for the loader
+(`step_storage`). If `dep.update_cost` is not given, the update is left out and the output says so.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,14 +28,14 @@ from kimi_pretrain.tools.step_storage import Reading, Save, StepReads, loader_wa
 from kimi_pretrain.tools.text_passes import Traffic, text_pipeline
 
 DAY = 24 * 3600
-SHARE = 0.05  # of the step from which on a part is worth a word
+SHARE = 0.05  # of the step, from which a part is reported
 
 
 @dataclass(frozen=True)
 class PlannedSteps:
-    """Plans of a run's first steps, and the indices that they number samples of.
+    """Plans of a run's first steps, and the indices of the sources, as the plans number them.
 
-    They are the same for all layouts of as many rows a step.
+    They are the same for all layouts with the same number of rows per step.
     """
 
     plans: tuple[GlobalPlan, ...]
@@ -47,9 +47,9 @@ class StepPredictions:
     """The first steps of a run.
 
     Attributes:
-        tokens: of samples in each, padding left out.
-        reads: of each; empty: it is not known where samples lie.
-        save: a checkpoint; None: the run writes none on its own.
+        tokens: tokens of samples in each step, without padding.
+        reads: of each step; empty if the indices are not known.
+        save: one checkpoint; None if the run writes no periodic checkpoints.
     """
 
     config: Config
@@ -61,14 +61,14 @@ class StepPredictions:
 
     @property
     def mean(self) -> StepSeconds:
-        """The mean of each part over the steps."""
+        """Mean of each part over the steps."""
         names = [field.name for field in fields(StepSeconds)]
         each = [[getattr(step, name) for step in self.steps] for name in names]
         return StepSeconds(*(float(np.mean(values)) for values in each))
 
     @property
     def tokens_per_day(self) -> float:
-        """Tokens of samples that a day's steps train on."""
+        """Tokens of samples that the run trains on per day."""
         return DAY * sum(self.tokens) / sum(step.total for step in self.steps)
 
 
@@ -76,7 +76,7 @@ def plan_steps(config: Config, num_steps: int, progress: Progress) -> PlannedSte
     """Plan a run's first steps.
 
     Args:
-        progress: told the share done and what is being done.
+        progress: called with the finished share and the name of the current task.
 
     Raises:
         ValueError: the config's data cannot be planned, or its encoder runs inside the graph of the
@@ -99,17 +99,17 @@ def plan_steps(config: Config, num_steps: int, progress: Progress) -> PlannedSte
 
 
 class Visions:
-    """Plans of the encoder's work in some steps, made once for layouts that do not differ in it."""
+    """Cache of the vision plans of some steps, shared by layouts that lead to the same plans."""
 
     def __init__(self, plans: Sequence[GlobalPlan]):
         self.plans = plans
         self._found = dict[str, tuple[VisionPlan, ...]]()
 
     def of(self, config: Config) -> tuple[VisionPlan, ...]:
-        """Return the plans of all steps.
+        """Return the vision plans of all steps under a configuration.
 
         Raises:
-            ValueError: a layout or a step cannot be planned.
+            ValueError: the layout or a step cannot be planned.
         """
         key = _vision_key(config)
         if key not in self._found:
@@ -119,13 +119,13 @@ class Visions:
 
 
 def _vision_key(config: Config) -> str:
-    """Return what the plan of the encoder's work follows from, of what a search changes."""
+    """Return a key of all settings that a search changes and the vision plan depends on."""
     layout, dep = config.layout, config.dep
     parts: list[object] = [layout.dp, layout.pp, layout.cp, layout.tp]
     parts.append(config.train.rows_per_microbatch)
     if config.in_bubbles():
         parts += [layout.vpp, layout.stages, dep.keep_activations]
-    if dep.memory_limit_gib is not None:  # which refuses chunks that are too large
+    if dep.memory_limit_gib is not None:  # the plan refuses chunks over the limit
         parts.append(dep.max_patches_per_chunk)
     return repr(parts)
 
@@ -138,12 +138,12 @@ def predict_planned(
     visions: Visions | None = None,
     division: Division | None = None,
 ) -> StepPredictions:
-    """Predict steps that are planned.
+    """Predict planned steps.
 
     Args:
         traffic: between ranks, and with storage.
-        indices: that the plans are of; without them nothing is known of the loader.
-        visions: of the plans, if other layouts are predicted, too.
+        indices: of the plans' sources; without them, reads of the loader are not predicted.
+        visions: of the plans; pass it to share vision plans between layouts.
         division: of the optimizer's state, if it is known.
 
     Raises:
@@ -169,7 +169,7 @@ def _with_storage(
     reads: Sequence[StepReads],
     traffic: Traffic,
 ) -> StepSeconds:
-    """Return a step with what it waits for storage; `reads`: of this step, if they are known."""
+    """Return a step with its waits for storage; `reads`: of this step, if they are known."""
     if save is not None:
         assert config.checkpoint.every is not None
         stall = save.stall(step.total, step.total - step.update)
@@ -179,8 +179,8 @@ def _with_storage(
 
 
 def binding(step: StepSeconds) -> list[tuple[str, float]]:
-    """Return the parts that are no computing of the language model, largest first, each with its
-    share of the step; those below `SHARE` are left out.
+    """Return (part, share of the step) for all parts but the passes, largest first; parts below
+    `SHARE` are left out.
     """
     names = [field.name for field in fields(StepSeconds) if field.name != "passes"]
     shares = {name: getattr(step, name) / step.total for name in names}
@@ -189,7 +189,7 @@ def binding(step: StepSeconds) -> list[tuple[str, float]]:
 
 
 def advice(found: StepPredictions) -> Iterator[str]:
-    """Yield what binds, largest first, and what to change."""
+    """Yield the bottlenecks, largest first, with their remedies."""
     config = found.config
     layout = config.layout
     no_more = config.in_bubbles() or layout.pp == 1  # bubbles are used, or there are none
@@ -212,7 +212,7 @@ def advice(found: StepPredictions) -> Iterator[str]:
 
 
 def lines(found: StepPredictions) -> Iterator[str]:
-    """Yield the table and what binds as text, for the terminal."""
+    """Yield the table and the bottlenecks as text, for the terminal."""
     config, dep = found.config, found.config.dep
     layout = config.layout
     yield (
@@ -250,7 +250,7 @@ def _loader_line(found: StepPredictions) -> str:
 
 
 def _storage_lines(found: StepPredictions) -> Iterator[str]:
-    """Yield what is read and written, and whether storage keeps up."""
+    """Yield reads and writes as text, and whether storage keeps up."""
     config, save = found.config, found.save
     if found.reads:
         yield _loader_line(found)
@@ -267,7 +267,7 @@ def _storage_lines(found: StepPredictions) -> Iterator[str]:
 
 
 def assumed_traffic(traffic: Traffic) -> str:
-    """Return in words what is told of the traffic."""
+    """Return the assumptions on traffic, in words."""
     return (
         f"--network {traffic.network:.3g} bytes/s, --latency {traffic.latency:.3g} s, "
         f"--expert-imbalance {traffic.expert_imbalance:.3g}, --node-network {traffic.node:.3g} "
@@ -278,7 +278,7 @@ def assumed_traffic(traffic: Traffic) -> str:
 
 
 def assumed_passes(config: Config) -> str:
-    """Return in words what the seconds of passes rest on."""
+    """Return the source of the seconds of passes, in words."""
     if config.dep.pass_cost is not None:
         return "passes as measured, dep.pass_cost"
     return f"passes at dep.flops_per_second={config.dep.flops_per_second:.3g}"

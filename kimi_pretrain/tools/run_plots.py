@@ -1,4 +1,4 @@
-"""Plots of a run, from what its folder holds so far: `kimi-pretrain plot`, and a run's end."""
+"""Draws the plots of a run folder, for `kimi-pretrain plot` and at the end of a run."""
 
 import json
 import sys
@@ -7,30 +7,31 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-# Steps in a plot: more than its pixels can show, and few enough to be read in a second.
+# Steps in a plot: more than its pixels can show, but few enough to load within a second.
 MOST_STEPS = 4000
 
 
 def draw(run: Path, out: Path) -> dict[str, Any]:
-    """Draw every plot that a run's folder has the numbers for.
+    """Draw every plot for which the run folder has the numbers.
 
     Args:
+        run: folder of the run.
         out: folder to write into; created if missing.
 
     Returns:
-        "steps": first and last step; "drawn": files; "left_out": name -> why it was not drawn.
+        "steps": first and last step; "drawn": files; "left_out": name -> reason.
 
     Raises:
-        ValueError: there is no metrics.jsonl, or no step in it.
+        ValueError: there is no metrics.jsonl, or it has no step.
     """
-    # Imported late: matplotlib would slow every command's help down.
+    # Imported late, because matplotlib would slow down the help of every command.
     from kimi_pretrain.tools import plots
 
     metrics = read_steps(run / "metrics.jsonl")
     validations = run / "heldout.jsonl"
     try:
         heldout = read_steps(validations)
-    except ValueError:  # there was none
+    except ValueError:  # there was no validation
         heldout = []
     threshold = _threshold(run / "config.yaml")
     losses = [m for m in metrics if m["loss"] is not None]
@@ -62,7 +63,7 @@ def read_steps(file: Path, most: int = MOST_STEPS) -> list[dict[str, Any]]:
     """Read at most `most` lines, evenly spaced, of a metrics.jsonl that may still be growing.
 
     Raises:
-        ValueError: no such file, or no complete line in it.
+        ValueError: the file does not exist or has no complete line.
     """
     try:
         with file.open("rb") as lines:
@@ -71,7 +72,7 @@ def read_steps(file: Path, most: int = MOST_STEPS) -> list[dict[str, Any]]:
         raise ValueError(f"{file}: no such file; give the folder of a run") from None
     if not number:
         raise ValueError(f"{file}: the run has not finished a step yet")
-    # Counted from the last, which is always among them.
+    # Lines are counted from the last, so that the last step is always drawn.
     every = -(-number // most)
     with file.open("rb") as lines:
         whole = enumerate(islice(lines, number))
@@ -81,7 +82,7 @@ def read_steps(file: Path, most: int = MOST_STEPS) -> list[dict[str, Any]]:
 def _threshold(file: Path) -> float | None:
     from kimi_pretrain.config import load_config
 
-    # The config of an older run may have unknown keys: the threshold line is not worth an error.
+    # The config of an older run may have unknown keys; the threshold line is not worth an error.
     try:
         return load_config(str(file)).optim.qk_clip_threshold
     except (ValueError, OSError):
@@ -89,7 +90,7 @@ def _threshold(file: Path) -> float | None:
 
 
 def draw_at_the_end(run: Path) -> None:
-    """Draw a finished run; an error is printed and never raised."""
+    """Draw the plots of a finished run; print an error instead of raising it."""
     try:
         names = [Path(file).name for file in draw(run, run)["drawn"]]
         print(f"drew {', '.join(names)} in {run}", flush=True)

@@ -1,15 +1,16 @@
-"""Which layouts of a run's ranks are fastest and fit into memory: `plan --step --search`.
+"""Searches for the fastest layouts of a run's ranks that fit into memory: `plan --step --search`.
 
-Every layout that the configuration's checks accept is priced with the same planned steps, as
-`plan --step` prices the run's own: pipelines (`layout.pp`, `vpp`, equal chunks), ranks that share
-rows (`cp`, `tp`), ranks that experts are on. Which settings of memory a layout needs, the plan of
-memory says, also which of the run's own it does not; of those that suffice the fastest are taken.
-Settings that change results are left alone where others suffice.
+Every layout that passes the configuration's checks is predicted over the same planned steps, like
+the run's own layout in `plan --step`. Layouts vary in pipeline (`layout.pp`, `vpp`, equal chunks),
+in the ranks that share rows (`cp`, `tp`) and in the ranks of an expert group (`ep`). The memory
+plan decides which memory settings a layout needs, and which of the run's own settings it can drop;
+the fastest sufficient combination is used. Settings that change results are only tried if no other
+settings suffice.
 
-No layout is faster than its passes without bubbles between them: so much is known of each without a
-timeline. They are looked at in that order, until no other can be among the best. Of a pipeline with
-its ranks for rows the fastest is listed. What is left out is counted, with the first reason of each
-kind.
+A lower bound on each layout's step, its passes without bubbles, needs no timeline. Layouts are
+predicted in the order of this bound until no other layout can be among the best. The result lists
+the fastest layout for each (pp, vpp, cp, tp). Layouts left out are counted by kind of reason, with
+the first layout of each kind.
 """
 
 import re
@@ -48,13 +49,13 @@ from typed_config.section import problems
 
 BEST = 10
 CHUNKS = (1, 2, 4, 8)  # on a rank
-# Switches of memory that change results: the balance loss of routers, gradients of experts.
+# Memory switches that change results: the balance loss of routers, the gradients of experts.
 CHANGING = {"rows_per_microbatch", "fp8_storage"}
 
 
 @dataclass(frozen=True)
 class Found:
-    """A layout that fits: its steps, and with which settings it fits."""
+    """A layout that fits: its predicted steps and its memory settings."""
 
     predicted: StepPredictions
     fits: Combination
@@ -62,7 +63,7 @@ class Found:
 
 @dataclass
 class Reason:
-    """Why layouts were left out: the first of this kind, and how many."""
+    """A kind of reason to leave layouts out: its first layout and the number of layouts."""
 
     layout: str
     reason: str
@@ -71,12 +72,12 @@ class Reason:
 
 @dataclass
 class LeftOut:
-    """Layouts that were left out, by the kind of reason: its words without the numbers in them."""
+    """Layouts left out, grouped by the text of the reason with its numbers replaced."""
 
     reasons: dict[str, Reason] = field(default_factory=dict)
 
     def add(self, layout: str, reason: str | ValueError) -> None:
-        """Count a layout."""
+        """Count a layout under its reason."""
         if isinstance(reason, ValidationError):
             reason = "; ".join(problems(reason))
         text = " ".join(str(reason).split())
@@ -86,14 +87,14 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class LayoutSearch:
-    """What was found.
+    """Result of a search.
 
     Attributes:
         own: the run's layout.
-        priced: how many layouts can run.
+        priced: number of layouts that can run.
         best: fastest first.
-        left_out: those that cannot run, or do not fit into memory; of those that are too slow
-            anyway none is asked for its memory.
+        left_out: layouts that cannot run or do not fit into memory. Layouts whose bound is too slow
+            are not checked for memory.
     """
 
     own: StepPredictions
@@ -105,14 +106,14 @@ class LayoutSearch:
 def search_layouts(
     config: Config, num_steps: int, traffic: Traffic, progress: Progress = lambda share, what: None
 ) -> LayoutSearch:
-    """Look for the fastest layouts of as many ranks, under `train.memory_limit_gib`.
+    """Search for the fastest layouts of the run's ranks under `train.memory_limit_gib`.
 
     Args:
-        num_steps: first steps of the run that each is priced with.
-        traffic: between ranks.
+        num_steps: number of first steps of the run that are predicted for each layout.
+        traffic: between ranks, and with storage.
 
     Raises:
-        ValueError: there is no limit of memory, no layout fits, or the steps cannot be planned.
+        ValueError: there is no memory limit, no layout fits, or the steps cannot be planned.
         StoreError: data.root cannot be read.
     """
     if config.train.memory_limit_gib is None:
@@ -121,7 +122,7 @@ def search_layouts(
             "it to the memory of a rank, less a few GiB for CUDA and NCCL"
         )
     limit = int(config.train.memory_limit_gib * GIB)
-    # A run over its limit is refused where it starts; here it is what the search is for.
+    # The checks refuse a run over its limit, but here such a run is a reason to search.
     config = config.replace(train=config.train.replace(memory_limit_gib=None))
     planned = plan_steps(config, num_steps, progress)
     search = _Search(config, planned, traffic, limit, LeftOut())
@@ -162,13 +163,13 @@ def search_layouts(
 
 
 def sums_and_update(config: Config, traffic: Traffic) -> float:
-    """Return the seconds behind the pipeline that any step has."""
+    """Return the seconds after the pipeline that every step has: gradient sums and the update."""
     return float(backbone_sum_seconds(config, traffic).max()) + update_seconds(config)
 
 
 @dataclass(frozen=True)
 class _Search:
-    """Prices layouts, and fits them into memory."""
+    """Predicts layouts and fits them into memory."""
 
     config: Config
     planned: PlannedSteps
@@ -178,14 +179,14 @@ class _Search:
 
     @cached_property
     def visions(self) -> Visions:
-        """Plans of the encoder's work."""
+        """Vision plans of the steps, shared by the layouts."""
         return Visions(self.planned.plans)
 
     def bound(self, config: Config) -> float:
-        """Return seconds that a step of a layout takes at least, whatever of memory is switched.
+        """Return a lower bound on the seconds of a layout's step, for any memory switches.
 
-        Switches make computing longer, but may lessen what waits for the host, and cut
-        microbatches.
+        Switches add compute, but may also cut microbatches or shorten waits for offload; the bound
+        allows for both.
         """
         pipeline = text_pipeline(config, replace(self.traffic, host=FOREVER))
         least = pipeline.least(config.train.rows_per_microbatch)
@@ -194,14 +195,14 @@ class _Search:
     def price(self, config: Config, division: Division | None = None) -> StepPredictions:
         """Predict the planned steps, as `plan --step` does.
 
-        Reads are counted only where something is known of how fast they are.
+        Reads are only counted if their bandwidth or request rate is known.
         """
         known = self.traffic.storage is not None or config.data.requests_per_second is not None
         plans, indices = self.planned.plans, self.planned.indices if known else ()
         return predict_planned(config, plans, self.traffic, indices, self.visions, division)
 
     def least_media(self, config: Config) -> float:
-        """Return the seconds of the encoder at least, evenly on all ranks, outside of bubbles."""
+        """Return a lower bound on encoder seconds outside of bubbles: its work spread evenly."""
         if config.in_bubbles():
             return 0.0
         passes = FORWARDS_PER_STEP - (config.dep.keep_activations == "auto")
@@ -210,19 +211,19 @@ class _Search:
 
     @cached_property
     def _forward(self) -> float:
-        """The seconds of a forward pass of all media of a step, on the mean."""
+        """Mean seconds per step of the forward pass of all media, summed over the ranks."""
         model = CostModel.configured(self.config)
         costs = [model.seconds(plan.items.patches).sum() for plan in self.planned.plans]
         return float(np.mean(costs)) / FORWARDS_PER_STEP
 
     def fastest(self, config: Config, changes: tuple[Change, ...]) -> Found | None:
-        """Return a layout with the settings of memory with which it is fastest; None: none fits.
+        """Return a layout with its fastest memory settings; None if no settings fit.
 
-        Settings that change results are tried only where no others fit.
+        Settings that change results are only tried if no others fit.
         """
         layout, sizes = Layout.of(config, changes), Sizes.of(config)
         for changing in (False, True) if max(_lasting(config, sizes)) <= self.limit else ():
-            # By the mean of the optimizer's state first: the fullest rank has more.
+            # A cheap filter by the mean optimizer state comes first; the fullest rank has more.
             fits = [
                 taken
                 for taken in _combinations(layout, changing=changing)
@@ -252,12 +253,13 @@ class _Search:
         return _Tried(taken, config, pipeline, pipeline + rest)
 
     def _fastest_of(self, layout: Layout, taken: Sequence[Levels], sizes: Sizes) -> Found | None:
-        """Return the fastest combination that fits; None: none does.
+        """Return the fastest combination that fits; None if none does.
 
-        Of two whose passes take as long one that only has more switches is not faster.
+        If two combinations have equal pass times and one has all switches of the other, the one
+        with more switches cannot be faster and is skipped.
 
         Raises:
-            ValueError: what fits cannot be planned.
+            ValueError: the combinations that fit cannot be planned.
         """
         division, best, priced = divide_config(layout.config), None, list[_Tried]()
         refused: ValueError | None = None
@@ -287,8 +289,8 @@ class _Tried:
     """A combination of switches.
 
     Attributes:
-        pipeline: seconds of the passes with text alone.
-        bound: seconds that a step takes at least.
+        pipeline: seconds of the passes with text only.
+        bound: lower bound on the seconds of a step.
     """
 
     taken: Levels
@@ -298,16 +300,16 @@ class _Tried:
 
     @property
     def order(self) -> tuple[float, int, Levels]:
-        """The fastest first; of equal ones that with fewer switches, and milder ones."""
+        """Sort key: lower bound first, then fewer and milder switches."""
         return self.bound, sum(self.taken), self.taken
 
     def is_part_of(self, other: "_Tried") -> bool:
-        """Whether the other has all its switches."""
+        """Return whether the other combination has all switches of this one."""
         return all(a <= b for a, b in zip(self.taken, other.taken, strict=True))
 
 
 def _lasting(config: Config, sizes: Sizes) -> Iterator[int]:
-    """Yield what a rank of each stage holds in every phase at least, whatever is switched."""
+    """Yield, for each stage, a lower bound on a rank's bytes in every phase, for any switches."""
     item, trained = ITEMSIZE[config.train.dtype], "language_model" not in config.train.frozen
     for stage, state in zip(sizes.stages, sizes.state, strict=True):
         weights, (encoder, trained_encoder) = sum(stage), sizes.encoder
@@ -316,9 +318,9 @@ def _lasting(config: Config, sizes: Sizes) -> Iterator[int]:
 
 
 def _combinations(layout: Layout, *, changing: bool) -> Iterator[Levels]:
-    """Yield the levels of switches; `changing`: those alone with switches of `CHANGING`.
+    """Yield combinations of switch levels; `changing`: only those with a switch of `CHANGING`.
 
-    Passes that were measured with another number of rows cannot be told for single ones.
+    Measured passes without a recorded number of rows cannot be rescaled to single rows.
     """
     cost = layout.config.dep.pass_cost
     known = cost is None or cost.rows is not None
@@ -333,8 +335,8 @@ def _combinations(layout: Layout, *, changing: bool) -> Iterator[Levels]:
 
 
 def _settings(fits: Combination) -> tuple[str, ...]:
-    """Return the overrides that say what is not as the run has it: a switch of the run's that was
-    taken back and thrown again is there twice.
+    """Return the overrides that differ from the run's config. A key that occurs twice is dropped: a
+    switch of the run was released and then applied again.
     """
     keys = [text.partition("=")[0] for text in fits.settings]
     return tuple(text for text, key in zip(fits.settings, keys) if keys.count(key) == 1)
@@ -349,13 +351,13 @@ def _named(config: Config, changes: tuple[Change, ...]) -> str:
 
 
 def layouts(config: Config, left_out: LeftOut) -> Iterator[tuple[Change, ...]]:
-    """Yield what makes each layout of as many ranks of the run's own.
+    """Yield the changes that turn the run's layout into each candidate with as many ranks.
 
-    Other pipelines than the run's have a power of two of stages and equal chunks; rows are shared
-    by powers of two of ranks, and experts are on one, the fewest first.
+    Pipelines other than the run's have a power of two of stages and equal chunks. cp, tp and ep are
+    powers of two, with ep ascending.
 
     Args:
-        left_out: counts pipelines with more chunks than there are layers for.
+        left_out: counts pipelines with more chunks than layers.
     """
     layout, ranks = config.layout, config.layout.world_size()
     powers = [2**power for power in range(ranks.bit_length())]
@@ -378,7 +380,7 @@ def layouts(config: Config, left_out: LeftOut) -> Iterator[tuple[Change, ...]]:
             for ep in powers:
                 if ep > ranks // pp:
                     break
-                # Only chunks that take turns overlap, and only what is sent.
+                # Overlap needs virtual stages, and an exchange between ranks.
                 overlap = layout.overlap_experts and vpp > 1 and ep > 1
                 every = {**values, "ep": ep, "stages": stages, "overlap_experts": overlap}
                 yield tuple(

@@ -1,6 +1,6 @@
-"""What a run that did all its steps leaves behind besides its last checkpoint.
+"""Writes state hashes and efficiency timings after the last step of a run.
 
-All is trained and saved by then: what cannot be written is told, and ends nothing.
+The run is trained and saved by then, so a write error is logged and does not fail the run.
 """
 
 import json
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def write_state_hashes(run: "Run", file: Path) -> None:
-    """Write SHA-256 of everything the run remembers, so that two runs can be compared.
+    """Write SHA-256 hashes of the run's whole state, so that two runs can be compared.
 
     Collective; rank 0 writes.
     """
@@ -39,9 +39,10 @@ def write_state_hashes(run: "Run", file: Path) -> None:
 
 
 def measure_efficiency(run: "Run", file: Path) -> None:
-    """Time steps with media and the same rows with text tokens in their place, in turns.
+    """Time steps with media and, in turn, the same rows with text tokens in their place.
 
-    The run is over and its state written down: these steps train on nonsense and are thrown away.
+    Call it after the run's state is saved: these steps train on nonsense, and their updates are
+    discarded.
     """
     seconds: dict[str, list[float]] = {"multimodal": [], "text_only": []}
     for _ in range(run.config.train.efficiency_pairs):

@@ -1,10 +1,10 @@
-"""One predicted step as intervals of time: a lane for each pipeline stage of the slowest replica.
+"""Intervals of one predicted step: a lane for each pipeline stage of the slowest replica. Pure.
 
     vision before | hand-over | passes, bubbles, vision in bubbles | hand-back | vision behind | ...
 
-A lane is that of the rank with most vision work among those of the replica that share the stage.
-What all ranks wait for (an exchange, gradient sums, the update) is as long in every lane as on the
-rank that takes longest; where a lane has no interval its rank waits. Pure.
+A lane shows one rank: of the replica's ranks on the stage, the one with the most vision work. An
+exchange, the gradient sums and the update block all ranks, so every lane shows the length of the
+slowest rank. A rank waits where its lane has no interval.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,16 +36,16 @@ BEFORE, INSIDE, BEHIND = "vision before", "vision in bubbles", "vision behind"
 OVER, BACK, SUM, UPDATE = "hand-over", "hand-back", "gradient sum", "update"
 DATA, SAVE = "wait for data", "checkpoint"
 KINDS = (DATA, BEFORE, OVER, FORWARD, BACKWARD, INSIDE, BUBBLE, BACK, BEHIND, SUM, UPDATE, SAVE)
-NOTHING = 1e-8  # seconds; a shorter interval is none
+NOTHING = 1e-8  # seconds; shorter intervals are dropped
 
 
 @dataclass(frozen=True)
 class Interval:
-    """What a rank does from one moment to another, in seconds since the step began.
+    """One activity of a rank; begin and end in seconds since the step began.
 
     Attributes:
         kind: one of `KINDS`.
-        chunk, microbatch: of a pass.
+        chunk, microbatch: of a pass; None for other kinds.
     """
 
     kind: str
@@ -57,7 +57,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Lane:
-    """What one rank of a stage does, in time."""
+    """The activities of one rank of a stage, in time order."""
 
     stage: int
     rank: int
@@ -75,10 +75,10 @@ class StepLanes:
 
 
 def slowest_step(found: StepPredictions, plans: Sequence[GlobalPlan]) -> StepLanes:
-    """Return the lanes of the slowest of the steps that were predicted.
+    """Return the lanes of the slowest predicted step.
 
     Args:
-        plans: of the steps.
+        plans: of the predicted steps.
     """
     number = int(np.argmax([step.total for step in found.steps]))
     plan, config, traffic = plans[number], found.config, found.traffic
@@ -89,7 +89,7 @@ def slowest_step(found: StepPredictions, plans: Sequence[GlobalPlan]) -> StepLan
 
 
 class _Drawn:
-    """One step, and who of its ranks is shown."""
+    """One step, and the ranks that its lanes show."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class _Drawn:
         return np.array([sum(slots.values()) for slots in each])
 
     def _line(self, ranks: list[list[int]]) -> Timeline:
-        """Return when passes run if each waits for the work of its stage's ranks before it."""
+        """Return the timeline in which each pass waits for its stage's vision work in its slot."""
         plain = self.pipeline.line()
         if self.inside is None:
             return plain
@@ -136,7 +136,7 @@ class _Drawn:
         return self.pipeline.line(before)
 
     def lanes(self) -> Iterator[Lane]:
-        """Yield the stages' lanes."""
+        """Yield the lane of each stage."""
         data = self.seconds.loader
         first = data + float(self.forward.max(initial=0.0)) + self.over
         if self.inside is not None:
@@ -166,11 +166,11 @@ class _Drawn:
     def _passes(
         self, stage: int, rank: int, upfront: float, first: float, last: float
     ) -> Iterator[Interval]:
-        """Yield passes, and what lies before, between and behind them.
+        """Yield the passes and the intervals before, between and after them.
 
         Args:
-            upfront: when work in the first slot may begin.
-            first, last: when the pipeline begins and ends.
+            upfront: earliest start of work in the first slot.
+            first, last: start and end of the pipeline.
         """
         slots = {} if self.inside is None else _slots(self.inside, rank)
         start, end = first + self.line.start[stage], first + self.line.end[stage]
@@ -185,11 +185,13 @@ class _Drawn:
 
 
 def _slot(begin: float, until: float, work: float, first: float, last: float) -> Iterator[Interval]:
-    """Yield the vision work of a slot, and the bubble that it leaves.
+    """Yield the vision work of a slot and the remaining bubble.
 
     Args:
-        work: seconds, from the slot's beginning on; behind the last pass they may go beyond it.
-        first, last: of the pipeline: work outside them is in no bubble.
+        begin, until: start and end of the slot.
+        work: seconds of vision work from the start of the slot; after the last pass they may exceed
+            the slot.
+        first, last: start and end of the pipeline; work outside them is in no bubble.
     """
     end = begin + work
     yield Interval(BEFORE, begin, min(end, first))
@@ -199,7 +201,7 @@ def _slot(begin: float, until: float, work: float, first: float, last: float) ->
 
 
 def _slots(inside: StepBubbles, rank: int) -> dict[int, float]:
-    """Return slot -> the seconds of a rank's work in it, those without any left out."""
+    """Return slot -> seconds of a rank's work in it; slots without work are left out."""
     pieces = [
         *((one, _forward_seconds(inside, one)) for one in inside.plan.forward[rank]),
         *((one, _later_seconds(inside, one)) for one in inside.plan.backward[rank]),
@@ -219,7 +221,7 @@ def _later_seconds(inside: StepBubbles, one: Slice) -> float:
 
 
 def as_json(found: StepLanes) -> dict[str, Any]:
-    """Return the lanes as plain values; chunk and microbatch of passes alone."""
+    """Return the lanes as plain values; only passes have chunk and microbatch."""
     lanes = [
         {
             "stage": lane.stage,

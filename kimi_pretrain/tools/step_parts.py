@@ -1,7 +1,7 @@
-"""The parts of one predicted step in seconds, but for its pipeline's passes. Pure.
+"""Computes the seconds of one predicted step's parts from its timeline and vision plan. Pure.
 
-Media cost what the plan of the encoder says; a phase takes as long as its slowest rank. No gradient
-sum is taken to be hidden behind the last backward pass.
+Media cost what the vision plan predicts; a phase takes as long as its slowest rank. Gradient sums
+are assumed not to overlap with the last backward pass.
 """
 
 from dataclasses import dataclass, fields
@@ -24,16 +24,16 @@ class StepSeconds:
     """Predicted seconds of a step, in parts that add up to it.
 
     Attributes:
-        passes: of the pipeline, mean of the stages.
-        imbalance: how much longer the passes of the slowest stage take.
-        bubble: of the slowest stage: the pipeline is longer than its passes by that.
-        vision: of the slowest rank before and behind the pipeline; what runs in bubbles is not
-            counted.
-        exchange: hand-over and hand-back before and behind the pipeline.
-        gradient_sum: of the encoder over all ranks, and of the stage whose sums take longest; and
-            the updated weights on their way back.
-        update: of the busiest rank; 0 where `dep.update_cost` is not given.
-        checkpoint: the step's share of what a save holds the training up.
+        passes: pipeline passes, mean of the stages.
+        imbalance: passes of the slowest stage minus this mean.
+        bubble: length of the pipeline minus the passes of the slowest stage.
+        vision: vision work of the slowest rank before and after the pipeline; work in bubbles is
+            not counted.
+        exchange: hand-over and hand-back before and after the pipeline.
+        gradient_sum: sum of the encoder's gradients over all ranks, sums of the slowest stage, and
+            the return of the updated weights.
+        update: update on the busiest rank; 0 if `dep.update_cost` is not given.
+        checkpoint: stall of a save, divided by the steps between saves.
         loader: wait for data.
     """
 
@@ -49,18 +49,18 @@ class StepSeconds:
 
     @property
     def total(self) -> float:
-        """The whole step."""
+        """Seconds of the whole step."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
 def step_seconds(
     config: Config, line: Timeline, vision: VisionPlan, grids: Ints, traffic: Traffic
 ) -> StepSeconds:
-    """Return the parts of one step, but for what storage adds.
+    """Return the parts of one step, without the waits for storage.
 
     Args:
-        line: of the pipeline with text alone.
-        vision: who encodes what, and in which bubbles.
+        line: timeline of the pipeline with text only.
+        vision: assignment of items to ranks and bubbles.
         grids: patch grids (frames, height, width) of the step's items, [items, 3].
     """
     passes = (line.end - line.start).sum(axis=1)
@@ -82,15 +82,15 @@ def step_seconds(
 
 
 def outside_bubbles(vision: VisionPlan) -> VisionPlan:
-    """Return the plan of the items that are encoded before and behind the pipeline."""
+    """Return the plan of the items that are encoded before and after the pipeline."""
     return vision if vision.bubbles is None else vision.together()
 
 
 def vision_phases(config: Config, vision: VisionPlan, grids: Ints) -> tuple[Floats, Floats]:
-    """Return the seconds of each rank in the encoder's forward phase, and in the later one.
+    """Return each rank's seconds in the encoder's forward phase and in its backward phase.
 
-    Each rank's later phase costs a fixed multiple of its forward phase, less what
-    `dep.keep_activations` spares it.
+    A rank's backward phase costs a fixed multiple of its forward phase, minus the recompute that
+    `dep.keep_activations` saves.
 
     Args:
         grids: as in `step_seconds`.
@@ -109,9 +109,9 @@ def vision_phases(config: Config, vision: VisionPlan, grids: Ints) -> tuple[Floa
 
 
 def kept_seconds(config: Config, vision: VisionPlan, grids: Ints) -> Floats:
-    """Return what each rank is spared by activations that it keeps, float64 [ranks].
+    """Return the seconds that each rank saves by keeping activations, float64 [ranks].
 
-    That is a forward pass of the chunks that `dep.memory_limit_gib` has room for.
+    It saves the recomputed forward pass of the chunks that fit under `dep.memory_limit_gib`.
     """
     dep, found = config.dep, np.zeros(vision.num_ranks)
     if dep.keep_activations == "none" or not len(vision.shares):
@@ -140,8 +140,8 @@ def kept_seconds(config: Config, vision: VisionPlan, grids: Ints) -> Floats:
 def exchange_seconds(config: Config, vision: VisionPlan, traffic: Traffic) -> tuple[float, float]:
     """Return the seconds of hand-over and hand-back; a frozen encoder has no hand-back.
 
-    With `dep.offload_outputs` embeddings go into the host's memory and back, and so do their
-    gradients, on the rank that gets most.
+    With `dep.offload_outputs`, they include copies of embeddings, and of their gradients, to host
+    memory and back, on the rank that receives most.
     """
     if not len(vision.tokens):
         return 0.0, 0.0
@@ -153,24 +153,24 @@ def exchange_seconds(config: Config, vision: VisionPlan, traffic: Traffic) -> tu
 
 
 def encoder_sum_seconds(config: Config, vision: VisionPlan, network: float) -> float:
-    """Return the seconds of the sum of the encoder's gradients; 0 in a step without media."""
+    """Return the seconds to sum the encoder's gradients; 0 for a step without media."""
     return ring_seconds(config, network) if len(vision.tokens) else 0.0
 
 
 def ring_seconds(config: Config, network: float) -> float:
-    """Return the seconds of a ring that sums the encoder's gradients over all ranks, in float32.
+    """Return the seconds of a ring all-reduce of the encoder's gradients, in float32.
 
-    None of it is taken to be hidden behind the last chunk's backward pass.
+    No overlap with the last chunk's backward pass is assumed.
     """
     ranks = config.layout.world_size()
     return 2 * 4.0 * encoder_weights(config) * (ranks - 1) / ranks / network
 
 
 def backbone_sum_seconds(config: Config, traffic: Traffic) -> Floats:
-    """Return the seconds in which each stage sums its gradients, and gets weights back, [stages].
+    """Return each stage's seconds to sum gradients and to receive updated weights, [stages].
 
     Gradients go in float32 to the ranks that update them, and the updated weights to all others.
-    Tensor-parallel ranks gather those of their slices before.
+    Before that, tensor-parallel ranks gather the gradients of their slices.
     """
     moved = np.zeros(config.layout.pp)
     if "language_model" in config.train.frozen:
@@ -184,7 +184,7 @@ def backbone_sum_seconds(config: Config, traffic: Traffic) -> Floats:
 
 
 def encoder_weights(config: Config) -> int:
-    """Return the trained weights of tower and projector, biases and norms left out (0.2%)."""
+    """Return the trained weights of tower and projector, without biases and norms (0.2%)."""
     vision, frozen = config.model.vision, config.train.frozen
     width, joined = vision.width, 4 * vision.width
     block = 4 * width * width + 2 * width * vision.mlp_width

@@ -1,4 +1,4 @@
-"""The picture of a predicted step: `plan --step --draw FILE`."""
+"""Plot of a predicted step, for `plan --step --draw FILE`."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from kimi_pretrain.tools.step_lanes import (
 )
 
 FORMATS = (".png", ".svg")
-# As the timeline of a run has its phases; a pass back is a darker pass.
+# The colours of a run's timeline; a backward pass is a darker forward pass.
 COLOURS = {
     DATA: "#9aa5b1",
     BEFORE: PHASES["2 vision forward"],
@@ -42,15 +42,15 @@ COLOURS = {
     UPDATE: PHASES["7 update"],
     SAVE: "#111827",
 }
-# Passes that are narrower than this part of the step have no borders: they would cover them.
+# Passes narrower than this share of the step have no borders, which would cover them.
 BORDERED_SHARE = 0.004
 
 
 def step_plot(found: StepLanes, path: Path) -> None:
-    """Draw a lane of bars for each stage along the time; in the title what binds.
+    """Draw a lane of bars for each stage along the time axis; the title names the bottlenecks.
 
     Args:
-        path: ends in one of `FORMATS`.
+        path: file to write; ends in one of `FORMATS`.
     """
     lanes, step = found.lanes, found.seconds
     span = max(one.end for lane in lanes for one in lane.intervals)

@@ -1,9 +1,9 @@
-"""What storage adds to a step: reads of the loader, and stalls of checkpoints. Pure.
+"""Time that storage adds to a step: loader reads and checkpoint stalls. Pure.
 
-Reads are those of each rank's rows and media: ranges of shards, which `get_many` puts together, or
-blocks of the node's cache. Checkpoints are divided among the ranks as a save divides them; a save
-in the background holds the training up only where its copy is not done when the weights change, or
-where the next one is due before it is written.
+Each rank reads its rows and media: ranges of shards, which `get_many` merges, or blocks of the
+node's cache. Checkpoints are divided among the ranks as in a save. An asynchronous save stalls
+training only if its copy is not finished when the weights change, or if the next save is due before
+it is written.
 """
 
 from collections.abc import Sequence
@@ -33,20 +33,20 @@ FOREVER = float("inf")
 
 @dataclass(frozen=True)
 class StepReads:
-    """What the nodes read of storage in a step, gaps between samples that are read as well.
+    """Reads of the nodes from storage in one step, including gaps between merged ranges.
 
     Attributes:
-        bytes, requests: of each node, int64 [nodes].
+        bytes, requests: per node, int64 [nodes].
     """
 
     bytes: Ints
     requests: Ints
 
     def seconds(self, config: Config, storage: float | None) -> float:
-        """Return how long the slowest node reads, as far as it is known.
+        """Return the seconds of the slowest node's reads; unknown limits count as unbounded.
 
         Args:
-            storage: bytes a second of a node; None: not known.
+            storage: bandwidth of a node, bytes/s; None: not known.
         """
         by_bytes = self.bytes / (FOREVER if storage is None else storage)
         by_requests = self.requests / (config.data.requests_per_second or FOREVER)
@@ -54,9 +54,9 @@ class StepReads:
 
 
 class Reading:
-    """Counts the reads of steps, one after the other: a cache has what the ones before have read.
+    """Counts the reads of consecutive steps; a cache holds the blocks that earlier steps read.
 
-    It is empty before the first of them, and nothing goes out of it.
+    The cache is empty before the first step and never evicts.
 
     Args:
         indices: of the sources, as plans number them.
@@ -73,7 +73,7 @@ class Reading:
         """Return the reads of a step.
 
         Args:
-            vision: who encodes, and so reads, which medium.
+            vision: assignment of media to ranks; the rank that encodes a medium also reads it.
         """
         layout, per_node = self.config.layout, self.config.dep.ranks_per_node
         nodes = -(-layout.world_size() // per_node)
@@ -96,7 +96,7 @@ class Reading:
     def _spans(self, plan: GlobalPlan, vision: VisionPlan) -> tuple[Ints, Ints, Ints, Ints]:
         """Return (rank, shard, begin, length) of every document and medium that a rank reads.
 
-        First and last stages read the rows of their replica, as `step.needs` has it.
+        First and last stages read the rows of their replica, as in `step.needs`.
         """
         layout, samples, items = self.config.layout, plan.samples, plan.items
         replica = samples.row.astype(np.int64) // (plan.num_rows // layout.dp)
@@ -122,8 +122,8 @@ class Reading:
     def _blocks(
         self, node: Ints, shard: Ints, begin: Ints, length: Ints, nodes: int, size: int
     ) -> StepReads:
-        """Return the reads of blocks that a node does not have yet; neighbours share a request."""
-        # Numbers of a shard's blocks, one more than it has: the next shard's are no neighbours.
+        """Return the reads of blocks missing in a node's cache; adjacent blocks share a request."""
+        # Block numbers per shard; one spare number keeps blocks of different shards non-adjacent.
         most = int(-(-self._sizes.max() // size)) + 1
         first, end = begin // size, -(-(begin + length) // size)
         spans = np.repeat(np.arange(len(first)), end - first)
@@ -136,7 +136,7 @@ class Reading:
         node, shard = place // len(self._sizes), place % len(self._sizes)
         sizes = np.minimum(size, self._sizes[shard] - block * size)
         read = np.bincount(node, sizes, nodes).astype(np.int64)
-        # Runs of neighbours of one shard, none longer than a request may be.
+        # Runs of adjacent blocks of one shard, split at the maximum size of a request.
         fresh = np.ones(len(missing), np.bool_)
         fresh[1:] = np.diff(missing) > 1
         heads = np.flatnonzero(fresh)
@@ -151,7 +151,7 @@ def _per_node(node: Ints, sizes: Ints, nodes: int) -> StepReads:
 
 
 def loader_wait(config: Config, reading: float, step: float) -> float:
-    """Return how long a step waits for data that are read while the step before it runs.
+    """Return the seconds that a step waits for data, which are prefetched during the step before.
 
     Args:
         reading: seconds of the reads.
@@ -165,12 +165,12 @@ def loader_wait(config: Config, reading: float, step: float) -> float:
 
 @dataclass(frozen=True)
 class Save:
-    """One checkpoint of a run that writes some on its own.
+    """One checkpoint of a run that saves periodically.
 
     Attributes:
-        host: bytes a second from a rank's device into its host's memory.
-        storage: bytes a second of a node; None: not known.
-        given: seconds of the stall, if they are told; None: they follow from the others.
+        host: bandwidth from a rank's device to host memory, bytes/s.
+        storage: bandwidth of a node, bytes/s; None: not known.
+        given: seconds of the stall; None: computed from the other values.
         division: of the optimizer's state.
     """
 
@@ -182,28 +182,28 @@ class Save:
 
     @cached_property
     def bytes(self) -> Ints:
-        """That each rank writes, int64 [ranks]."""
+        """Bytes that each rank writes, int64 [ranks]."""
         return checkpoint_bytes(self.config, self.division)
 
     @property
     def copying(self) -> float:
-        """Seconds in which the fullest rank copies its share into the host's memory."""
+        """Seconds in which the rank with the largest share copies it into host memory."""
         return float(self.bytes.max()) / self.host
 
     @property
     def writing(self) -> float | None:
-        """Seconds in which the slowest node writes; None: the storage is not known."""
+        """Seconds in which the slowest node writes; None if its bandwidth is not known."""
         if self.storage is None:
             return None
         first = np.arange(0, len(self.bytes), self.config.dep.ranks_per_node)
         return float(np.add.reduceat(self.bytes, first).max()) / self.storage
 
     def stall(self, step: float, until_update: float) -> float:
-        """Return the seconds that a save holds the training up.
+        """Return the seconds that a save stalls training.
 
         Args:
             step: seconds of a step without stalls.
-            until_update: of these, those before the update: a copy may take them.
+            until_update: seconds of the step before the update, in which the copy can run.
         """
         if self.given is not None:
             return self.given
@@ -214,12 +214,15 @@ class Save:
         apart = checkpoint.every * step
         if self._is_hidden(until_update, apart):
             return 0.0
-        # The next save waits for this one, which begins to be written when all is copied.
+        # The next save waits for this one, whose writing starts after its copy.
         left = self.copying + (self.writing or 0.0) - apart
         return max(0.0, self.copying - until_update, left)
 
     def _is_hidden(self, until_update: float, apart: float) -> bool:
-        """Whether it would be if ranks wrote all they hold: who writes what takes a second."""
+        """Return whether the save would be hidden even if every rank wrote all that it holds.
+
+        This bound avoids the choice of writers, which takes a second.
+        """
         copying = self._most / self.host
         node = self._most * self.config.dep.ranks_per_node
         writing = 0.0 if self.storage is None else node / self.storage
@@ -227,7 +230,7 @@ class Save:
 
     @cached_property
     def _most(self) -> float:
-        """The bytes of weights and optimizer state on no rank are more than these."""
+        """Upper bound on the bytes of weights and optimizer state of any rank."""
         sizes, item = Sizes.of(self.config), ITEMSIZE[self.config.train.dtype]
         weights = item * (max(sum(stage) for stage in sizes.stages) + sizes.encoder[0])
         return weights + max(load.state_bytes for load in self.division.loads)
@@ -240,10 +243,10 @@ def plan_save(
     given: float | None = None,
     division: Division | None = None,
 ) -> Save | None:
-    """Return what a save of a run is; None where it saves nothing on its own.
+    """Return the periodic save of a run; None if it saves nothing periodically.
 
     Args:
-        host, storage, given: as of `Save`.
+        host, storage, given: as in `Save`.
         division: of the optimizer's state, if it is known.
     """
     if config.checkpoint.every is None:
@@ -254,8 +257,8 @@ def plan_save(
 def checkpoint_bytes(config: Config, division: Division) -> Ints:
     """Return the bytes of a checkpoint that each rank writes, int64 [ranks].
 
-    Weights and optimizer state, by the writers that a save chooses; routing biases and the small
-    files are left out.
+    Counts weights and optimizer state, with the writers that a save chooses; routing biases and the
+    small files are left out.
     """
     held: list[dict[str, int]] = [{} for _ in division.loads]
     for group in replica_groups(config, trained=False):

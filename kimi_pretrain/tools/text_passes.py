@@ -1,9 +1,9 @@
-"""What the passes of a pipeline take with text alone, traffic between ranks included. Pure.
+"""Predicts the pipeline passes with text only, including traffic between ranks. Pure.
 
-Passes cost what `dep.pass_costs` says; what layers send to other ranks is added, and hidden behind
-the computing only where the run hides it, and so is what settings of memory cost (`memory_costs`).
-Ranks that share a row are neighbours (`parallel.ranks`): where all are on one node they send at
-`Traffic.node`, elsewhere at `Traffic.network`.
+Passes cost what `dep.pass_costs` says. Traffic of the layers is added, and overlaps with compute
+only where the run overlaps it; the cost of memory settings is added, too (`memory_costs`). Ranks
+that share a row are consecutive (`parallel.ranks`): if all are on one node they send at
+`Traffic.node`, otherwise at `Traffic.network`.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from kimi_pretrain.dep.timeline import Schedule, Timeline, timeline
 from kimi_pretrain.memory.kept import Tokens
 from kimi_pretrain.tools.memory_costs import host_seconds, recompute_seconds, storage_seconds
 
-# Of an expert layer, forward and backward: numbers of tokens, tokens, their weights, outputs.
+# Exchanges of an expert layer, forward and backward: token counts, tokens, their weights, outputs.
 EXCHANGES = 4, 3
 HOST = 40e9  # bytes/s: 16 lanes of PCIe 5, less a third
 NODE = 360e9  # bytes/s: NVLink of the fourth generation, one way, less a fifth
@@ -34,18 +34,18 @@ MEMORY = 2.5e12  # bytes/s: HBM3 of an H100, less a quarter
 
 @dataclass(frozen=True)
 class Traffic:
-    """What is told of the traffic between ranks, and with host memory and storage.
+    """Assumed bandwidths between ranks, and to device memory, host memory and storage.
 
     Attributes:
-        network: bytes a second that a rank sends, and receives.
-        latency: seconds of an exchange of a few bytes; counted where passes exchange.
-        expert_imbalance: tokens that come to the busiest rank of an expert group over the mean,
-            of a layer and microbatch: the others wait for it.
-        node: bytes a second that a rank sends, and receives, inside its node.
-        memory: bytes a second that a device reads and writes of its own memory.
-        host: bytes a second between a rank's device and its host's memory, each way.
-        storage: bytes a second of a node, each way; None: not known.
-        save_stall: seconds that a save holds the training up; None: they follow from the others.
+        network: bandwidth of a rank between nodes, each way, bytes/s.
+        latency: seconds of an exchange of a few bytes, added to each exchange of a pass.
+        expert_imbalance: tokens at the busiest rank of an expert group over the mean, for a layer
+            and microbatch; the other ranks wait for the busiest.
+        node: bandwidth of a rank inside its node, each way, bytes/s.
+        memory: bandwidth of device memory, reads and writes, bytes/s.
+        host: bandwidth between a rank's device and host memory, each way, bytes/s.
+        storage: bandwidth of a node to storage, each way, bytes/s; None: not known.
+        save_stall: seconds that a save stalls training; None: computed from the other values.
     """
 
     network: float
@@ -58,17 +58,17 @@ class Traffic:
     save_stall: float | None = None
 
     def rate(self, config: Config, ranks: int) -> float:
-        """Return the bytes a second of a ring over ranks that lie among so many neighbours."""
+        """Return the bandwidth of a ring inside a group of `ranks` consecutive ranks, bytes/s."""
         return self.network if config.dep.ranks_per_node % ranks else self.node
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The passes of a replica: their schedule, and what they cost.
+    """The passes of a replica: their schedule and their costs.
 
     Attributes:
         forward, backward: seconds of a pass of each virtual stage, float64 [virtual stages].
-        send: seconds from the end of a pass until its result is on another stage.
+        send: seconds from the end of a pass until the next stage has its result.
     """
 
     schedule: Schedule
@@ -77,19 +77,21 @@ class Pipeline:
     send: float
 
     def line(self, before: Floats | None = None) -> Timeline:
-        """Return when the passes run; `before` as in `dep.timeline.timeline`."""
+        """Return the timeline of the passes; `before` as in `dep.timeline.timeline`."""
         if before is None:
             passes = (tuple(one.tolist()) for one in (self.forward, self.backward))
             return _plain_line(self.schedule, *passes, send=self.send)
         return timeline(self.schedule, self.forward, self.backward, self.send, before)
 
     def least(self, cuts: int = 1) -> float:
-        """Return seconds that the passes take at least, without a timeline.
+        """Return a lower bound on the seconds of the pipeline, without a timeline.
 
-        Before the first pass of a stage those before it have one, and behind its last one, too.
+        Each earlier stage has one forward pass before a stage's first pass, and one backward pass
+        after its last.
 
         Args:
-            cuts: into which microbatches may be cut, so that these passes are shorter.
+            cuts: number of parts into which a memory switch may cut a microbatch; it shortens these
+                passes.
         """
         stages, both = self.schedule.stages, self.forward + self.backward
         own = self.schedule.microbatches * both.reshape(-1, stages).sum(axis=0)
@@ -101,15 +103,15 @@ class Pipeline:
 def _plain_line(
     schedule: Schedule, forward: tuple[float, ...], backward: tuple[float, ...], send: float
 ) -> Timeline:
-    """Return a timeline, made once for settings that do not change the passes."""
+    """Return a timeline, cached for settings that do not change the passes."""
     return timeline(schedule, np.array(forward), np.array(backward), send)
 
 
 def text_pipeline(config: Config, traffic: Traffic) -> Pipeline:
-    """Return the passes of a replica with text alone.
+    """Return the passes of a replica with text only.
 
-    Tokens travel to experts and back while the pass computes where `layout.overlap_experts` has it
-    so, and before and behind it elsewhere. What `train.offload` moves travels beside everything.
+    The expert exchange overlaps with the compute of a pass under `layout.overlap_experts`;
+    otherwise its time is added. The copies of `train.offload` overlap with everything.
     """
     layout, model = config.layout, config.model.language
     numbers = config.train.rows_per_microbatch * config.data.seq_len * model.hidden_size
@@ -137,11 +139,11 @@ def text_pipeline(config: Config, traffic: Traffic) -> Pipeline:
 
 @dataclass(frozen=True)
 class _Gathers:
-    """What tensor-parallel ranks send in a pass of a layer, as numbers a token.
+    """Traffic of tensor-parallel ranks in a pass of a layer, in numbers per token.
 
     Attributes:
-        forward, backward: gathered, or summed and scattered: as much travels either way.
-        calls: how many exchanges that are, forward and backward.
+        forward, backward: numbers in all-gathers and reduce-scatters, which cost the same.
+        calls: number of exchanges, forward and backward.
     """
 
     forward: int
@@ -150,16 +152,16 @@ class _Gathers:
 
 
 def _gathers(config: Config) -> _Gathers:
-    """Return what tensor parallelism sends of a layer, beside the latents of shared rows.
+    """Return the tensor-parallel traffic of a layer, without the latents of shared rows.
 
-    Inputs of cut projections are gathered, and outputs summed where the next part has its own
-    tokens; gradients go the other way, and inputs are gathered again for gradients of weights, and
-    to project up again. MLP and shared experts are cut alike.
+    Inputs of sharded projections are all-gathered, and outputs are reduce-scattered. The backward
+    pass reverses both, and gathers inputs again for weight gradients and for recomputed
+    up-projections. MLP and shared experts are sharded the same way.
     """
     model, train = config.model.language, config.train
     hidden, shared = model.hidden_size, config.layout.cp > 1
     queries = hidden if model.q_lora_rank is None else model.q_lora_rank
-    keys = 0 if shared else model.kv_lora_rank  # of a shared row: `shared_row_seconds`
+    keys = 0 if shared else model.kv_lora_rank  # `shared_row_seconds` counts those of shared rows
     rotary = 0 if shared else model.qk_rope_dim
     inputs = queries + keys + hidden  # of queries, of keys and values, of the MLP
     count = 3 - shared
@@ -173,11 +175,11 @@ def _gathers(config: Config) -> _Gathers:
 
 
 def shared_row_seconds(config: Config, traffic: Traffic) -> tuple[Floats, Floats]:
-    """Return what passes take longer because ranks share rows, float64 [virtual stages] each.
+    """Return the seconds that sharing rows adds to passes, float64 [virtual stages] each.
 
-    Tensor-parallel ranks exchange in every layer, before the head and behind the embedding;
-    context-parallel ones gather latents of keys and values, sum their gradients in float32, and
-    project the whole row up, in the backward pass again. Nothing of it is hidden.
+    Tensor-parallel ranks exchange in every layer, before the head and after the embedding.
+    Context-parallel ranks gather the latents of keys and values, sum their gradients in float32,
+    and up-project the whole row, again in the backward pass. None of it overlaps with compute.
     """
     layout, model, parts = config.layout, config.model.language, chunk_parts(config)
     item, tokens = ITEMSIZE[config.train.dtype], Tokens.of(config)
@@ -191,7 +193,7 @@ def shared_row_seconds(config: Config, traffic: Traffic) -> tuple[Floats, Floats
         forward += layers * (found.forward * number + found.calls[0] * traffic.latency)
         backward += layers * (found.backward * number + found.calls[1] * traffic.latency)
         forward += (parts[:, 0] + parts[:, 3]) * (ends + traffic.latency)
-        # Of the embedding no input is gathered again, and a frozen one has no gradient.
+        # The embedding gathers no input again, and a frozen embedding has no gradient.
         back = trained * parts[:, 0] + (1 + trained) * parts[:, 3]
         backward += back * (ends + traffic.latency)
     if layout.cp > 1:
@@ -203,19 +205,20 @@ def shared_row_seconds(config: Config, traffic: Traffic) -> tuple[Floats, Floats
         backward += layers * (wide + once * ("mla_up" in config.train.recompute))
         _, keys = up_projections(model)
         project = 2.0 * keys * tokens.row / layout.tp * operation_seconds(config)
-        more = project * (1 - 1 / layout.cp)  # than for the rank's own tokens
+        more = project * (1 - 1 / layout.cp)  # in addition to the rank's own tokens
         forward += layers * more
         backward += layers * (products_backward(config) * more + project)
     return forward, backward
 
 
 def _row_seconds(config: Config, traffic: Traffic, item: int) -> float:
-    """Return the seconds in which a row's latents and rotary keys are gathered, or summed.
+    """Return the seconds to gather, or to sum, a row's latents and rotary keys.
 
-    Context-parallel ranks gather those of their tensor-parallel part, then these put them together.
+    Ranks of a context-parallel group gather their tensor-parallel part, then tensor-parallel ranks
+    exchange the parts.
 
     Args:
-        item: bytes of a number.
+        item: bytes per number.
     """
     layout, model, tokens = config.layout, config.model.language, Tokens.of(config)
     size = tokens.row * (model.kv_lora_rank + model.qk_rope_dim) * item
@@ -228,10 +231,13 @@ def _row_seconds(config: Config, traffic: Traffic, item: int) -> float:
 
 
 def expert_bytes(config: Config) -> Floats:
-    """Return what a rank sends to other nodes in a pass, to experts and back, [virtual stages].
+    """Return the bytes that a rank sends to other nodes in a pass, to experts and back.
 
-    A copy of each token for each of its experts, which are taken to be drawn evenly: of the ranks
-    of its expert group those on its node get theirs for nothing.
+    A copy of each token goes to each of its experts, which are assumed to be drawn evenly. Copies
+    to ranks of the expert group on the same node cost nothing.
+
+    Returns:
+        float64 [virtual stages].
     """
     layout, model = config.layout, config.model.language
     near = min(config.dep.ranks_per_node, layout.ep)

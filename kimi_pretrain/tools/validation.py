@@ -1,10 +1,10 @@
-"""Held-out loss: the forward pass of steps over samples that training never draws.
+"""Held-out loss: runs the forward pass of steps over samples that training never draws.
 
-The samples of `data.heldout` are planned as steps of their own (`data_pipeline.plan.once`), and go
-through phases 1 to 4, their media through DEP, in whatever layout the run has. Nothing of the run
-is touched: reading, plans and their caches are apart, there is no graph, so no gradient, no routing
-bias and no count of tokens moves, and maxima of attention are those of training alone
-(`engine.packed_attention`). The numbers are the same in every layout up to rounding.
+The samples of `data.heldout` are planned as separate steps (`data_pipeline.plan.once`). They run
+through phases 1 to 4 in the run's layout, with their media in DEP. The run's state is not touched:
+reads, plans and caches are separate, and without a graph no gradient, routing bias or token count
+changes. The attention maxima cover training only (`engine.packed_attention`). The losses are the
+same in every layout up to rounding.
 """
 
 import itertools
@@ -37,10 +37,10 @@ log = logging.getLogger("kimi_pretrain.tools.validation")
 
 @dataclass(frozen=True)
 class HeldOutLoss:
-    """What a validation found; the same on every rank but for `seconds`.
+    """Result of a validation; all ranks have the same, except for `seconds`.
 
     Attributes:
-        text_tokens, vision_tokens: of the samples, unusable ones included.
+        text_tokens, vision_tokens: of all samples, including unusable ones.
         skipped: samples whose loss did not count because they were unusable.
         seconds: on this rank.
     """
@@ -52,7 +52,7 @@ class HeldOutLoss:
     seconds: float
 
     def line(self, step: int) -> dict[str, Any]:
-        """Return the line of heldout.jsonl after `step` steps; docs/METRICS.md has its names."""
+        """Return the line of heldout.jsonl after `step` steps; docs/METRICS.md lists its names."""
         tokens = int(self.table.tokens.sum())
         return {
             "step": step,
@@ -108,14 +108,14 @@ class Validation:
         watch: Callable[[object], None] = lambda done: None,
         stop: Callable[[], str | None] = lambda: None,
     ) -> HeldOutLoss | None:
-        """Go through all held-out samples once; None if a rank was told to stop. Collective.
+        """Evaluate all held-out samples once; return None if a rank has to stop. Collective.
 
         Args:
-            watch: called with the number of batches done.
-            stop: why this rank is to stop, if it is; asked before each batch.
+            watch: called with the number of finished batches.
+            stop: returns this rank's reason to stop, or None; called before each batch.
 
         Raises:
-            StoreError, IndexMismatch: they cannot be read.
+            StoreError, IndexMismatch: a sample cannot be read.
         """
         start, skipped = time.perf_counter(), 0
         mine = list[LossSums]()
@@ -138,7 +138,7 @@ class Validation:
         return HeldOutLoss(table, text, vision, skipped, time.perf_counter() - start)
 
     def _batches(self) -> Iterator[StepBatch]:
-        """Yield what this rank needs of each step; the next one is read meanwhile."""
+        """Yield this rank's part of each step, and read the next step in the background."""
         fetcher = Fetcher(self._store, self._tokenizer, self._threads)
         with ThreadPoolExecutor(1, "held out") as reader:
             try:
