@@ -56,7 +56,7 @@ def open_data(config: DataConfig) -> Store:
         threads=max(32, config.fetch_threads),
     )
     if budget is not None:
-        weakref.finalize(store, budget.close)  # it is open for as long as its store is used
+        weakref.finalize(store, budget.close)  # stays open while its store is in use
     return store if config.cache is None else CachedStore(store, config.cache)
 
 

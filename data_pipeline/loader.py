@@ -86,7 +86,7 @@ class LoaderError(RuntimeError):
 
 @dataclass(frozen=True)
 class Quarantined:
-    """A sample whose place will be filled by another, and the step that showed it unusable."""
+    """A sample that later windows replace, and the step that found it unusable."""
 
     source: str
     key: str

@@ -43,8 +43,8 @@ SPLIT_PATTERN = "|".join(
         r"\s+",
     )
 )
-MAX_CHARS = 400_000  # a longer text is cut here before it is split ...
-MAX_RUN_CHARS = 25_000  # ... and so is a longer run of only spaces or only non-spaces
+MAX_CHARS = 400_000  # longer texts are cut at this length before splitting
+MAX_RUN_CHARS = 25_000  # likewise longer runs of only spaces or only non-spaces
 
 NUM_SPECIAL = 256
 _KIMI_BASE = 163_584

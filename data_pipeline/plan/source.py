@@ -139,7 +139,7 @@ class Source:
         parts = np.concatenate([np.zeros(self._left_out.size, np.int64), parts[parts > 1]])
         order = np.argsort(odd)
         self._units = _Units(odd[order], parts[order], index.num_samples)
-        self._shard_ptr = self._units.first(index.shard_ptr)  # of units
+        self._shard_ptr = self._units.first(index.shard_ptr)  # first unit of each shard
         sizes = np.diff(self._shard_ptr).tolist()
         self.order = ShardOrder(sizes, config.shard_window, config.seed, index.name)
         self._filling = lru_cache(maxsize=4)(self._fill)

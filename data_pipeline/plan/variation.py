@@ -184,7 +184,7 @@ class Variation:
     def _numbers(
         self, samples: NDArray[np.integer], chance: Chance
     ) -> list[tuple[tuple[int, ...] | None, ...]]:
-        """Return the numbers that are written for each region of each sample."""
+        """Return the numbers to write for each region of each sample."""
         index = self._index
         regions, region_ptr = gather_rows(index.region_ptr, samples)
         numbers: list[tuple[int, ...] | None] = []

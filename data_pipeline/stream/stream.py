@@ -477,7 +477,7 @@ class SampleStream:
 
 
 def data_loader_worker() -> tuple[int, int]:
-    """Return this torch DataLoader worker's number and their count; (0, 0) in any other process."""
+    """Return this DataLoader worker's number and the worker count; (0, 0) in other processes."""
     # Not imported, because planning and reading do not need torch; a worker has imported it.
     module = sys.modules.get("torch.utils.data")
     info = module.get_worker_info() if module else None
