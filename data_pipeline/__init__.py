@@ -1,11 +1,11 @@
-"""From an object store to the rows and media of a training step; knows nothing of models.
+"""Data pipeline: turns objects of a store into the rows and media of a step; independent of models.
 
-store, cache            objects by key, and their copies on the node
-index                   what a source holds: shards, columns, manifest
-text, augment, config   tokens; what chance does to pictures; what is asked for
-plan                    from metadata alone to the rows of every step
-decode, collate, fetch  bytes to patches and rows
-workers, loader         steps ahead, in order
-ingest, inspect         crude data to sources, and whether they are sound
-stream                  raw samples in order, for who wants no model
+store, cache            object store clients, and the node's cache
+index                   index of a source: shards, columns, manifest
+text, augment, config   tokenizer, random augmentation, configuration
+plan                    plans the rows of every step from metadata only
+decode, collate, fetch  turn bytes into patches and rows
+workers, loader         prefetch steps and return them in order
+ingest, inspect         convert raw data into sources, and check sources
+stream                  ordered raw samples for consumers without a model
 """

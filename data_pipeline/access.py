@@ -1,6 +1,6 @@
-"""What a config's data is reached through: store, request budget, cache, tokenizer.
+"""Opens the store, request budget, cache and tokenizer that a data config names.
 
-Every process of a node opens its own; budget and cache are shared through files of the node.
+Every process of a node opens its own objects; they share the budget and the cache through files.
 """
 
 import hashlib
@@ -28,12 +28,12 @@ ShardVersions = Sequence[tuple[str, int, str]]
 
 
 def shard_versions(indices: Sequence[SourceIndex]) -> ShardVersions:
-    """Return what a cache has to know of the shards of some sources."""
+    """Return the shard versions that a cache needs for some sources."""
     return [(shard.key, shard.size, shard.sha256) for index in indices for shard in index.shards]
 
 
 def register(store: Store, versions: ShardVersions) -> None:
-    """Tell a store that caches which objects there are to cache."""
+    """Register objects with a store that caches; other stores ignore them."""
     if isinstance(store, CachedStore):
         for key, size, version in versions:
             store.register(key, size, version)
@@ -43,7 +43,7 @@ def open_data(config: DataConfig) -> Store:
     """Open the store at `config.root`, behind the node's request budget and cache.
 
     Raises:
-        ValueError: the root, the endpoint or the cache cannot be as the config says.
+        ValueError: the config's root, endpoint or cache is not usable.
     """
     budget = None
     if config.requests_per_second is not None:
@@ -56,17 +56,17 @@ def open_data(config: DataConfig) -> Store:
         threads=max(32, config.fetch_threads),
     )
     if budget is not None:
-        weakref.finalize(store, budget.close)  # it is open for as long as its store is used
+        weakref.finalize(store, budget.close)  # stays open while its store is in use
     return store if config.cache is None else CachedStore(store, config.cache)
 
 
 def budget_folder(config: DataConfig) -> Path:
     """Return the folder of the node's request budget.
 
-    Processes that name the same root, endpoint and rate share one; another run's is another.
+    Processes with the same root, endpoint and rate share one budget.
 
     Raises:
-        StoreError: what it lies in can be written by others.
+        StoreError: other users can write to the parent folder.
     """
     base = Path(tempfile.gettempdir())
     if config.cache is not None and config.cache.folder is not None:
@@ -80,11 +80,11 @@ def budget_folder(config: DataConfig) -> Path:
 
 
 def open_tokenizer(config: DataConfig, store: Store) -> Tokenizer:
-    """Read the tokenizer's rank file: a key under the root, or a path or URI of its own.
+    """Read the tokenizer's rank file from a key under the root, a path or a URI.
 
     Raises:
-        StoreError: there is none.
-        ValueError: it is no complete rank file.
+        StoreError: the file does not exist.
+        ValueError: the file is not a complete rank file.
     """
     name = config.tokenizer
     if "://" in name or name.startswith(("/", "~")):
@@ -94,7 +94,7 @@ def open_tokenizer(config: DataConfig, store: Store) -> Tokenizer:
 
 
 def check_tokenizer(index: SourceIndex, tokenizer: Tokenizer) -> None:
-    """Refuse a source that was counted under another tokenizer.
+    """Refuse a source that was indexed with another tokenizer.
 
     Raises:
         IndexMismatch: names the source and both tokenizers.
@@ -113,15 +113,15 @@ def run_sources(
     heldout: Sequence[SourceIndex],
     changes: Sequence[tuple[int, int, Sequence[str]]] = (),
 ) -> list[dict[str, Any]]:
-    """Return what a run notes of its sources, JSON without secrets.
+    """Return a run's record of its sources as JSON values without secrets.
 
-    Each with its name, the name that was asked for (captions@active), content_hash, that which it
-    was made with, how many of its samples were redacted since, the SHA-256 of the index as read,
-    root, endpoint ("" for a folder or Amazon's own), its use: "train" or "heldout", and the first
-    step that may draw from it.
+    Each entry holds the name, the requested name (captions@active), the content_hash now and at
+    creation, the number of samples redacted since, the SHA-256 of the index as read, root,
+    endpoint ("" for a folder or Amazon's default), use ("train" or "heldout"), and the first step
+    that may draw from the source.
 
     Args:
-        changes: (first step, position, new sources) of each change of the data on the way.
+        changes: (first step, position, new sources) of each mid-run change of the data.
     """
     since = {name: step for step, _, names in changes for name in names}
     found = {
@@ -136,13 +136,13 @@ def run_sources(
 
 
 def sources_ahead(config: DataConfig, heldout: Sequence[str]) -> list[dict[str, Any]]:
-    """Return what a start is going to read, by the manifests alone, in the form of `run_sources`.
+    """Return the sources that a run will read, in the form of `run_sources`, from manifests only.
 
-    A collection that begins before the indices are read must know it. The step from which on a new
-    source may be drawn from is not known yet.
+    A garbage collection that begins before the indices are read needs this list. The first step of
+    a new source is not known yet, so every entry has step 1.
 
     Args:
-        heldout: names of the sources that are held out.
+        heldout: names of the held-out sources.
 
     Raises:
         MissingKey, IndexMismatch, StoreError: a manifest cannot be read.
@@ -190,10 +190,10 @@ def _told(
 
 
 def open_fetcher(config: DataConfig, versions: ShardVersions, tokenizer_hash: str) -> Fetcher:
-    """Open what a worker process needs to carry out requests.
+    """Open a fetcher with its own store and tokenizer, for a worker process.
 
     Raises:
-        IndexMismatch: there is another tokenizer by now than the one of `tokenizer_hash`.
+        IndexMismatch: the tokenizer no longer has the hash `tokenizer_hash`.
     """
     store = open_data(config)
     register(store, versions)

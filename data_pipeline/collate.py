@@ -1,11 +1,11 @@
-"""Rows of token ids, labels and loss mask, from the samples' documents and what the plan says.
+"""Builds rows of token ids, labels and loss mask from the samples' documents and the plan.
 
-The layout of a sample is [bos] segments [eos]. A text segment is its encoding; of variants the
-plan's choice. A media item is its prefix (a video chunk's has its timestamp), one media_pad per
-embedding, and media_end. A region is its label and its numbers; one that left the frame is left
-out. The pads come from the plan; everything else is counted again here and compared with it,
-because a row that is one token off would put every embedding after it in the wrong place without
-any other sign.
+A sample is laid out as [bos] segments [eos]. A text segment is the encoding of its text; if it has
+variants, the plan chooses one. A media item is its prefix (with the timestamp for a video chunk),
+one media_pad per embedding, and media_end. A region is its label and its numbers; a region outside
+the frame is left out. The number of pads comes from the plan. This module counts everything else
+again and compares it with the plan, because a row that is off by one token would silently misplace
+every embedding after it.
 """
 
 from collections import deque
@@ -28,10 +28,10 @@ class RowBatch:
     """R rows of S tokens.
 
     Attributes:
-        tokens: int64 [R, S]; the pad id fills what no sample covers.
-        labels: int64 [R, S] the next token of the same sample, the pad id where there is none.
+        tokens: int64 [R, S] token ids; the pad id fills positions without a sample.
+        labels: int64 [R, S] next token of the same sample; the pad id if there is none.
         loss_mask: bool [R, S] False in padding, at the last token of a sample, where the label is
-            a media pad, and where it belongs to a segment marked loss=false.
+            a media pad, and where the label belongs to a segment marked loss=false.
     """
 
     tokens: NDArray[np.int64]
@@ -47,7 +47,7 @@ class RowBatch:
     def place(
         self, row: int, start: int, tokens: NDArray[np.int64], loss: NDArray[np.bool_]
     ) -> None:
-        """Write a sample into a row: tokens [n], and whether each may be predicted [n]."""
+        """Write a sample into a row: its tokens [n] and the mask of predicted tokens [n]."""
         stop = start + tokens.size
         self.tokens[row, start:stop] = tokens
         self.labels[row, start : stop - 1] = tokens[1:]
@@ -56,15 +56,15 @@ class RowBatch:
 
 @dataclass(frozen=True)
 class SampleLayout:
-    """What the plan says of one sample.
+    """Planned layout of one sample.
 
     Attributes:
         length: tokens in the row.
         pads: media-pad tokens of each item (image or video chunk) in order.
         starts: first pad of each item, counted from bos.
-        part: which part of a split text; None for a whole sample.
-        variants: which text of each piece; empty takes the first ones.
-        regions: the numbers of each region, None for one that is left out.
+        part: part number of a split text; None for a whole sample.
+        variants: index of the chosen text of each piece; if empty, the first texts are used.
+        regions: numbers of each region; None for a region that is left out.
     """
 
     length: int
@@ -81,24 +81,24 @@ LaidOut = tuple[NDArray[np.int64], NDArray[np.bool_], list[int]]
 def sample_tokens(
     whole: LaidOut, layout: SampleLayout, seq_len: int
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Take a sample, or a part of it, and compare it with the plan.
+    """Return the tokens of a sample or of a part of it, after comparing them with the plan.
 
     Args:
         whole: the sample from `laid_out`.
-        layout: of the plan.
-        seq_len: tokens in a row; what a split text is cut by.
+        layout: the planned layout.
+        seq_len: tokens in a row; determines the length of the parts of a split text.
 
     Returns:
         tokens int64 [n] and loss bool [n] (this token may be predicted).
 
     Raises:
-        ValueError: the sample is not what the layout says.
+        ValueError: the sample differs from the layout.
     """
     tokens, loss, starts = whole
     if layout.part is not None:
         span = part_span(layout.part, seq_len)
         tokens = np.concatenate([tokens[:1], tokens[1:-1][span], tokens[-1:]])
-        # The text goes on in the next part: its end is not to be learnt here.
+        # If the text continues in the next part, the model must not learn an end here.
         ends = (layout.part + 1) * (seq_len - 2) >= loss.size - 2
         loss = np.concatenate([loss[:1], loss[1:-1][span], [ends]])
     if tokens.size != layout.length:
@@ -109,10 +109,10 @@ def sample_tokens(
 
 
 def segments_of(document: bytes) -> Segments:
-    """Return the segments of a sample's JSON; `laid_out` checks what they hold.
+    """Return the segments of a sample's JSON; `laid_out` checks their content.
 
     Raises:
-        ValueError: it is no JSON of a sample.
+        ValueError: the document is not the JSON of a sample.
     """
     try:
         return parse_json(document, "the JSON of a sample")["segments"]
@@ -121,14 +121,14 @@ def segments_of(document: bytes) -> Segments:
 
 
 def laid_out(segments: Segments, tokenizer: Tokenizer, layout: SampleLayout) -> LaidOut:
-    """Lay out a whole sample by the layout's pads, variants and regions.
+    """Lay out a whole sample with the layout's pads, variants and regions.
 
     Returns:
-        tokens int64 [n], loss bool [n], and the place of each item's first media pad.
+        tokens int64 [n], loss bool [n], and the index of each item's first media pad.
 
     Raises:
-        ValueError: other media items, regions or wordings than the layout has, or a segment that
-            is unknown or of another form.
+        ValueError: media items, regions or variants differ from the layout, or a segment is
+            unknown or malformed.
     """
     tokens, loss, starts = [tokenizer.bos], [False], []
     pads, regions = deque(layout.pads), deque(layout.regions)
@@ -176,15 +176,15 @@ def _wording(texts: Sequence[str], variants: Sequence[int], piece: int) -> str:
 
 
 def _checked_pieces(segments: Segments) -> list[tuple[str, Any, bool]]:
-    """Return the pieces of a sample; ValueError: its JSON is not as docs/data_format.md has it."""
+    """Return the pieces of a sample; raise ValueError if its JSON violates docs/data_format.md."""
     try:
         return list(_pieces(segments))
-    except (AttributeError, KeyError, TypeError) as error:  # of the JSON: nothing else is here
+    except (AttributeError, KeyError, TypeError) as error:  # only malformed JSON raises these
         raise ValueError(f"a segment of the sample's JSON is of another form: {error!r}") from error
 
 
 def _pieces(segments: Segments) -> Iterator[tuple[str, Any, bool]]:
-    """Yield (kind, content, loss) of every piece: a video gives one for each of its chunks."""
+    """Yield (kind, content, loss) of every piece; a video yields one piece per chunk."""
     for segment in segments:
         kind = segment["kind"]
         if kind == "text":

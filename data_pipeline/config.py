@@ -1,4 +1,4 @@
-"""What the data pipeline is asked to do: which sources, in which shares, packed how."""
+"""Configuration of the data pipeline: sources, their shares, packing, fetching and caching."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -15,22 +15,22 @@ from typed_config.section import Finite, Section
 
 # Row starts and lengths are int32 columns of the plan.
 MAX_SEQ_LEN = 2**31 - 1
-# Steps that may be planned ahead of the one in use; what is learnt in a step (a sample that turned
-# out unusable) changes plans only beyond that, or the order would depend on the prefetch depth.
+# Steps that may be planned ahead of the current step. An unusable sample found in a step changes
+# plans only beyond this limit; otherwise the order would depend on the prefetch depth.
 MAX_PREFETCH = 64
 
 
 class ChosenSource(Section):
-    """A source of which samples are chosen by their length."""
+    """A source with samples selected by length."""
 
     share: float
-    """Its token share, as a plain number would be. [-; data_pipeline/plan/mixture.py]"""
+    """Token share of the source, like a plain number. [-; data_pipeline/plan/mixture.py]"""
     min_tokens: int | None = Field(default=None, ge=1, le=2**62)
-    """Samples of fewer are left out. A sample's tokens are those of `data stats`: as it is stored,
-    with its media under data.limits, before it is split, shrunk or augmented.
+    """Samples with fewer tokens are left out. Tokens are counted as in `data stats`: for the sample
+    as stored, with its media under data.limits, before it is split, shrunk or augmented.
     [tokens; data_pipeline/plan/source.py]"""
     max_tokens: int | None = Field(default=None, ge=1, le=2**62)
-    """Samples of more are left out. [tokens; data_pipeline/plan/source.py]"""
+    """Samples with more tokens are left out. [tokens; data_pipeline/plan/source.py]"""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -40,13 +40,13 @@ class ChosenSource(Section):
 
     @property
     def bounds(self) -> str:
-        """The bounds as one writes them, "min_tokens=8192 max_tokens=65536"; "" without any."""
+        """Bounds in the form "min_tokens=8192 max_tokens=65536"; "" without bounds."""
         keys = ("min_tokens", "max_tokens")
         found = {key: getattr(self, key) for key in keys}
         return " ".join(f"{key}={n}" for key, n in found.items() if n is not None)
 
 
-# The two forms of a share. They are no keys: errors leave out what stands in <>.
+# The two forms of a share. Error paths omit names in <>, because they are not config keys.
 _NUMBER, _CHOSEN = "<share>", "<section>"
 
 
@@ -98,29 +98,30 @@ Positive = Annotated[Finite, Field(gt=0)]
 
 
 class BlendStage(Section):
-    """Other shares from some point of training on."""
+    """Shares that apply from a given point of training."""
 
     after_tokens: int | None = Field(default=None, ge=1, le=2**62)
-    """Expected tokens of samples (padding apart) before this stage; it begins with the next window.
-    [tokens; data_pipeline/plan/mixture.py]"""
+    """Expected sample tokens (without padding) before this stage. The stage begins with the next
+    window. [tokens; data_pipeline/plan/mixture.py]"""
     after_share: float | None = Field(default=None, gt=0, lt=1)
-    """The same as a share of data.budget, in its place. [-; data_pipeline/plan/mixture.py]"""
+    """Start of the stage as a share of data.budget, instead of after_tokens.
+    [-; data_pipeline/plan/mixture.py]"""
     sources: Shares
-    """Source -> token share, as `data.sources`; a source left out is not drawn, a new one may come
-    in.
+    """Source -> token share, as in `data.sources`. Sources that are left out are not drawn; new
+    sources are allowed.
     [-; data_pipeline/plan/mixture.py]"""
     vision_token_ratio: Ratio = None
-    """Another one for this stage; null keeps that of `data`. [-; data_pipeline/plan/mixture.py]"""
+    """Ratio for this stage; null keeps the ratio of `data`. [-; data_pipeline/plan/mixture.py]"""
 
 
 class TokenBudget(Section):
-    """Tokens of samples, padding apart, after which a run ends: whichever is reached first."""
+    """Sample tokens (without padding) after which a run ends; the first limit reached counts."""
 
     text: int | None = Field(default=None, ge=1, le=2**62)
-    """Tokens that are no media pads; text inside documents with media is text.
+    """Tokens other than media pads, including text in documents with media.
     [tokens; data_pipeline/plan/budget.py]"""
     vision: int | None = Field(default=None, ge=1, le=2**62)
-    """Media pads. [tokens; data_pipeline/plan/budget.py]"""
+    """Media-pad tokens. [tokens; data_pipeline/plan/budget.py]"""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -130,110 +131,110 @@ class TokenBudget(Section):
 
 
 class DataConfig(Section):
-    """The data side of a run: docs/DATA.md explains each key."""
+    """Data settings of a run. docs/DATA.md explains each key."""
 
     root: str
-    """Where the sources lie: "s3://bucket/prefix" or a folder. [-; data_pipeline/access.py]"""
+    """Location of the sources: "s3://bucket/prefix" or a folder. [-; data_pipeline/access.py]"""
     sources: Shares
-    """Source -> token share inside its modality group (sources with media, sources of text only).
-    Shares are relative: they are divided by the sum of their group. In the place of a share
-    {share, min_tokens, max_tokens}: samples are chosen by their length.
+    """Source -> token share inside its modality group (sources with media, text-only sources).
+    Shares are relative and are divided by the sum of their group. Give {share, min_tokens,
+    max_tokens} instead of a number to select samples by length.
     [-; data_pipeline/plan/mixture.py]"""
     seq_len: int = Field(ge=3, le=MAX_SEQ_LEN)
     """Length of a row. [tokens; data_pipeline/plan/pack.py]"""
     rows_per_step: int = Field(ge=1, le=MAX_SEQ_LEN)
-    """Rows in a global batch. May change between runs without changing the rows.
+    """Rows in a global batch. It may change between runs without changing the rows.
     [rows; data_pipeline/plan/planner.py]"""
     order_rows: Literal["as_drawn", "light_ends"] = "as_drawn"
-    """Order of a replica's microbatches in a step; light_ends: those with little encoder work first
-    and last. The rows of a step, of a replica and of a microbatch stay the same.
+    """Order of a replica's microbatches in a step. light_ends puts microbatches with little encoder
+    work first and last. The rows of a step, of a replica and of a microbatch stay the same.
     [-; kimi_pretrain/dep/row_order.py]"""
     asked: dict[str, str] = Field(default_factory=dict)
-    """Source -> the version of the catalogue that it was asked for by, as captions@active. Noted by
-    the start of a run whose configuration has such names. [-; data_pipeline/access.py]"""
+    """Source -> the catalogue name it was requested by, such as captions@active. The start of a run
+    fills this in if the configuration has such names. [-; data_pipeline/access.py]"""
     vision_token_ratio: Ratio = None
-    """Media tokens over all tokens, held constant; null takes the shares as token shares over all
+    """Media tokens over all tokens, held constant. With null, shares are token shares over all
     sources together.
     [-; data_pipeline/plan/mixture.py]"""
     schedule: list[BlendStage] = Field(default_factory=list)
-    """Other shares later in training, in the order of their after_tokens.
+    """Stages with other shares later in training, in order of their after_tokens.
     [-; data_pipeline/plan/mixture.py]"""
     past_sources: HeldOut = Field(default_factory=dict)
-    """Sources that earlier steps of the run drew from and later ones do not (train --change-data),
-    as they stood in `sources`; the shares do not count. Their indices are read at each start.
+    """Sources that only earlier steps of the run drew from (train --change-data), as they were
+    given in `sources`; their shares have no effect. Their indices are read at each start.
     [-; data_pipeline/plan/change.py]"""
     heldout: HeldOut = Field(default_factory=dict)
-    """Source -> share, as `sources`, of samples that are never trained on: for train.validate_every
-    and `kimi-pretrain eval --heldout`.
+    """Source -> share, as in `sources`, of samples that are never trained on. They are used by
+    train.validate_every and `kimi-pretrain eval --heldout`.
     [-; kimi_pretrain/tools/validation.py]"""
     heldout_tokens: int = Field(default=1 << 20, ge=1, le=2**40)
-    """Most tokens of held-out samples, all sources together, that a validation goes through; of a
-    source that has fewer it takes all, once.
+    """Maximum number of held-out tokens in a validation, over all sources. A source with fewer
+    tokens is used once in full.
     [tokens; kimi_pretrain/tools/validation.py]"""
     budget: TokenBudget | None = None
-    """Tokens after which the run ends, before train.steps are done; null: train.steps alone count.
+    """Tokens after which the run ends, even before train.steps. With null, only train.steps counts.
     [-; data_pipeline/plan/budget.py]"""
     max_epochs: dict[str, Positive] = Field(default_factory=dict)
-    """Source -> how often it may be gone through at most; then the others share.
+    """Source -> maximum number of epochs; afterwards the other sources take over its share.
     [epochs; data_pipeline/plan/mixture.py]"""
     augment: dict[str, AugmentConfig] = Field(default_factory=dict)
-    """Source -> what may be done to its images and captions.
+    """Source -> augmentation of its images and captions.
     [-; data_pipeline/plan/variation.py]"""
     split_text: bool = True
-    """Texts longer than a row are split; otherwise they are refused.
+    """Split texts longer than a row; false leaves them out.
     [-; data_pipeline/plan/source.py]"""
     shrink_media: bool = True
-    """Images that leave no room in a row are scaled down; otherwise they are refused.
+    """Scale media down until their sample fits a row; false leaves such samples out.
     [-; data_pipeline/plan/source.py]"""
     restart_positions: bool = True
-    """Position ids begin at 0 in every document; otherwise in every row.
+    """Position ids restart at 0 in every document; with false, only in every row.
     [-; kimi_pretrain/step.py]"""
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
-    """Seed of the order and of augmentation. [-; data_pipeline/plan/order.py]"""
+    """Seed of the data order and of augmentation. [-; data_pipeline/plan/order.py]"""
     limits: PatchLimits = PatchLimits()
-    """How far images and frames are scaled down, which fixes their token counts.
+    """Size limits to which images and frames are scaled down. They fix the token counts.
     [-; data_pipeline/plan/source.py]"""
     tokenizer: str = "tokenizer/tokenizer.tiktoken"
-    """Key of the tiktoken rank file under `root`, or its own URI. [-; data_pipeline/access.py]"""
+    """Key of the tiktoken rank file under `root`, or a path or URI. [-; data_pipeline/access.py]"""
     pack_window: int = Field(default=16384, ge=1, le=2**24)
-    """Samples packed together. More fill rows better and cost more to resume.
+    """Samples packed together. A larger window fills rows better but costs more to resume.
     [samples; data_pipeline/plan/planner.py]"""
     shard_window: int = Field(default=8, ge=1, le=2**31)
-    """Shards whose samples are mixed. More mix better and read shorter ranges.
-    [shards; data_pipeline/plan/order.py]"""
+    """Shards whose samples are shuffled together. A larger window shuffles better but reads shorter
+    ranges. [shards; data_pipeline/plan/order.py]"""
     endpoint: str | None = None
-    """URL of the object store; null takes AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, the AWS profile's
-    or the provider's own.
+    """URL of the object store. With null, it comes from AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, the
+    AWS profile, or the provider's default.
     [-; data_pipeline/access.py]"""
     requests_per_second: Positive | None = None
-    """Of this node to the store, all processes together; null is no limit.
+    """Limit on this node's requests to the store, over all processes; null means no limit.
     [requests/s; data_pipeline/access.py]"""
     patience: Positive = 120.0
-    """Time without progress before a read from the store is given up.
+    """Time without progress after which a read from the store fails.
     [s; data_pipeline/access.py]"""
     cache: CacheConfig | None = None
-    """Memory and disk of the node in front of the store; null reads from it directly.
+    """Cache in the node's memory and on its disk; null reads directly from the store.
     [-; data_pipeline/access.py]"""
     workers: int = Field(default=0, ge=0, le=256)
-    """Processes that fetch and decode; 0 does it in a thread of this one.
+    """Worker processes that fetch and decode; 0 uses a thread of the training process.
     [processes; data_pipeline/loader.py]"""
     fetch_threads: int = Field(default=8, ge=1, le=256)
-    """Threads for requests and decoding, each, in every worker.
+    """Number of request threads and of decoding threads in every worker.
     [threads; data_pipeline/loader.py]"""
     prefetch_steps: int = Field(default=2, ge=0, le=MAX_PREFETCH)
-    """Steps fetched ahead of the consumer; 0 fetches when asked.
+    """Steps fetched ahead of the consumer; 0 fetches each step on demand.
     [steps; data_pipeline/loader.py]"""
     prefetch_bytes: int = Field(default=4 << 30, ge=1, le=2**62)
-    """Most that steps fetched ahead hold (one step is always fetched).
+    """Maximum size of the prefetched steps; one step is always fetched.
     [bytes; data_pipeline/loader.py]"""
     max_quarantined: int = Field(default=1000, ge=0, le=2**20)
-    """Unusable samples that a run puts into quarantine, resumes included; one more ends it.
+    """Maximum number of quarantined samples of a run, resumes included. One more ends the run.
     [samples; data_pipeline/plan/planner.py]"""
     tombstones: str | None = None
-    """List of samples that are not drawn from a step on: a key under `root`, a path or a URI of
-    JSON lines {source, key, from_step}. [-; data_pipeline/plan/tombstones.py]"""
+    """List of samples that are excluded from a given step on: a key under `root`, a path or a URI
+    of JSON lines {source, key, from_step}. [-; data_pipeline/plan/tombstones.py]"""
     same_decoders: bool = True
-    """A state is refused where other versions of the decoders are installed.
+    """Refuse a state if other decoder versions are installed.
     [-; data_pipeline/plan/state.py]"""
 
     @model_validator(mode="after")
@@ -292,21 +293,21 @@ class DataConfig(Section):
                 raise ValueError(f"schedule: {key} are {listed(starts)}; they must increase")
 
     def _choices(self, name: str) -> Iterator[ChosenSource]:
-        """Yield where bounds are given for a source; a plain share takes them over."""
+        """Yield each entry with bounds for a source; its plain shares use the same bounds."""
         stages = (self.sources, *(stage.sources for stage in self.schedule))
         for shares in (*stages, self.past_sources, self.heldout):
             if isinstance(found := shares.get(name), ChosenSource) and found.bounds:
                 yield found
 
     def chosen(self, name: str) -> ChosenSource | None:
-        """Return by which lengths the samples of a source are chosen; None: all are taken."""
+        """Return the length bounds of a source; None if all samples are used."""
         return next(self._choices(name), None)
 
     def of_heldout(self) -> "DataConfig":
-        """Return the configuration that reads the held-out sources, as they are stored.
+        """Return the configuration that reads the held-out sources as stored.
 
-        Which samples are measured must not depend on how a run or stage draws its training data:
-        seed and windows are no matter of the run here.
+        The measured samples must not depend on how a run or stage draws its training data, so seed
+        and shard window have their defaults.
         """
         default = type(self).model_fields
         return self.replace(
@@ -317,6 +318,6 @@ class DataConfig(Section):
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        """Names of all stages, past ones too, in the order that numbers sources: sorted."""
+        """Sorted names of all sources in all stages, past sources included; numbers sources."""
         stages = (stage.sources for stage in self.schedule)
         return tuple(sorted({*self.sources, *self.past_sources}.union(*stages)))

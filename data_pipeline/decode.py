@@ -1,7 +1,7 @@
-"""Media files of a source to the patches that its index promises.
+"""Decodes media files into patches and checks them against the source's index.
 
-The pixels are `moonvit3d.media`'s and the patches `moonvit3d.preprocess`'s; here they are held
-against what the source says of them. Users read the rules in docs/data_format.md.
+`moonvit3d.media` decodes the pixels and `moonvit3d.preprocess` makes the patches. The rules for
+users are in docs/data_format.md.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,18 +17,18 @@ from moonvit3d.geometry import KIND_IMAGE, PatchLimits, grid
 from moonvit3d.media import MediaError, Probe, read_image, read_video
 from moonvit3d.preprocess import image_patches, video_patches
 
-# What a shard may hold. Every reader of the schema must know them: `media` may read more.
+# Formats allowed in a shard. Every reader of the schema must support them; `media` may read more.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "MP4")
 
 
 def verify(data: bytes, kind: int, check: Callable[[Probe], object] | None = None) -> Probe:
-    """Decode a whole file that is to go into a shard, so that it will decode in a run too.
+    """Decode a whole file before it goes into a shard, to ensure that it decodes in a run.
 
     Args:
         check: see `moonvit3d.media.verify`.
 
     Raises:
-        MediaError: saying what is wrong with the file.
+        MediaError: the file is not usable; the message says why.
     """
     found = media.verify(data, kind, check)
     if found.format not in FORMATS:
@@ -39,14 +39,14 @@ def verify(data: bytes, kind: int, check: Callable[[Probe], object] | None = Non
 def decode_item(
     data: bytes, kind: int, chunk: int, limits: PatchLimits, grid: Sequence[int]
 ) -> NDArray[np.uint8]:
-    """The patches of one item.
+    """Return the patches of one item.
 
     Args:
         data: the whole media file.
         kind: KIND_IMAGE or KIND_VIDEO.
-        chunk: which chunk of a video; 0 for an image.
-        limits: how far the pixels are scaled down.
-        grid: (t, h, w) patches that the plan expects.
+        chunk: chunk number of a video; 0 for an image.
+        limits: patch limits to which the pixels are scaled down.
+        grid: patch grid (t, h, w) that the plan expects.
 
     Returns:
         uint8 [t*h*w, 3, 14, 14].
@@ -58,7 +58,7 @@ def decode_item(
 
 
 Decode = Callable[..., list[NDArray[np.uint8]]]
-"""Decodes a media file as `decode_items` does, in this process or another."""
+"""Function with the interface of `decode_items`; it may decode in another process."""
 
 
 def decode_items(
@@ -69,10 +69,10 @@ def decode_items(
     grids: Sequence[Sequence[int]],
     draw: Draw | None = None,
 ) -> list[NDArray[np.uint8]]:
-    """As `decode_item` for several chunks of one file, which is decoded only once.
+    """Return the patches of several chunks of one file, decoding the file only once.
 
     Args:
-        draw: what augmentation does to an image.
+        draw: augmentation of an image; the other arguments are as in `decode_item`.
     """
     if kind == KIND_IMAGE:
         check = partial(_check_draw, draw) if draw else partial(_check_grid, kind, limits, grids)
@@ -100,7 +100,7 @@ def decode_items(
 def _check_grid(
     kind: int, limits: PatchLimits, grids: Sequence[Sequence[int]], found: Probe
 ) -> None:
-    """A file of another size than in the index may need any amount of memory to decode."""
+    """Refuse a file whose size differs from the index, because decoding could exhaust memory."""
     actual = grid(kind, 1, found.height, found.width, limits)[1:]
     for expected in grids:
         if actual != tuple(map(int, expected[1:])):
@@ -111,7 +111,7 @@ def _check_grid(
 
 
 def _check_draw(draw: Draw, found: Probe) -> None:
-    """An image of another size than in the index would be cut wrongly."""
+    """Refuse an image whose size differs from the index, because its crop would be wrong."""
     if (found.height, found.width) != (draw.height, draw.width):
         raise MediaError(
             f"decodes to {found.width} x {found.height} pixels, the index promises "

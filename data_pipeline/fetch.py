@@ -1,14 +1,14 @@
-"""What one process needs of a step: named by the plan, read, decoded, laid out.
+"""Reads, decodes and lays out the rows and items of a step that one process needs.
 
     plan + needs -> StepRequest (a few numbers for each sample and file)        resolve
     StepRequest -> ranged reads -> rows of tokens, patches of media             Fetcher
 
-A request is self-contained: another process, with a store and a tokenizer, can carry it out without
-the plan or an index.
+A request is self-contained: another process with a store and a tokenizer can run it without the
+plan or an index.
 
-Bytes that do not have the checksum of the index are read again, from the store itself. If they stay
-wrong, or a medium does not decode, the sample is reported as unusable and everything else goes on.
-So it does where samples are redacted meanwhile: their shards are read on under new names.
+Bytes whose checksum differs from the index are read again, directly from the store. If they are
+still wrong, or an item does not decode, the sample is reported as unusable and the step continues.
+If samples are redacted during a run, their shards get new names, and reads continue under these.
 """
 
 import threading
@@ -40,7 +40,7 @@ from data_pipeline.text import Tokenizer
 from moonvit3d.geometry import PatchLimits
 from moonvit3d.media import MediaError
 
-# Tokens of split texts that are remembered: a whole book is encoded once and not for each row.
+# Cache size for split texts, in tokens: a book is encoded once instead of once per row.
 _KEPT_TOKENS = 8 << 20
 _PATCH_BYTES = 3 * 14 * 14
 _TOKEN_BYTES = 8 + 8 + 1  # token, label, loss mask
@@ -48,27 +48,27 @@ _TOKEN_BYTES = 8 + 8 + 1  # token, label, loss mask
 
 @dataclass(frozen=True, eq=False)
 class Needs:
-    """What one process holds of a step: row numbers and item numbers of the plan, int [k] each."""
+    """Rows and items of a plan that one process needs, as numbers in the plan, int [k] each."""
 
     rows: NDArray[np.integer]
     items: NDArray[np.integer]
 
 
 def everything(plan: GlobalPlan) -> Needs:
-    """Need all rows and all items: a world of one process."""
+    """Return needs with all rows and items, for a single-process run."""
     return Needs(np.arange(plan.num_rows), np.arange(len(plan.items)))
 
 
 @dataclass(frozen=True)
 class TextRead:
-    """One sample's document: where it lies, its CRC-32, and where it goes.
+    """Read of one sample's document, with its target in the rows.
 
     Attributes:
         span, crc: bytes of the document in its shard, and their CRC-32.
         name: source and sample key, for messages.
         sample: number of the sample in the step.
         row, start: row of the request, first token in that row.
-        layout: which tokens, and where its media and regions are.
+        layout: planned layout of the sample's tokens, media and regions.
     """
 
     span: Span
@@ -82,17 +82,17 @@ class TextRead:
 
 @dataclass(frozen=True)
 class FileRead:
-    """One media file: where it lies, its CRC-32, and the items that are wanted of it.
+    """Read of one media file, with the needed items of the file.
 
     Attributes:
         span, crc: bytes of the file in its shard, and their CRC-32.
         name: source, sample key and file, for messages.
         sample: number of the sample in the step.
         kind: KIND_IMAGE or KIND_VIDEO.
-        items, chunks, grids: of each wanted item its number in the step, its chunk of the video,
-            and its patches (frames, height, width).
+        items, chunks, grids: for each needed item, its number in the step, its chunk of the video,
+            and its patch grid (frames, height, width).
         level: shrink level.
-        draw: what augmentation does to the file; None for nothing.
+        draw: augmentation of the file; None for none.
     """
 
     span: Span
@@ -109,7 +109,7 @@ class FileRead:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class StepRequest:
-    """All reads of a step for one process, with the numbers of its rows int64 [R]."""
+    """All reads of a step for one process; `row_ids` holds its row numbers, int64 [R]."""
 
     step: int
     seq_len: int
@@ -124,7 +124,7 @@ class StepRequest:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of what it becomes, rows and patches, and of the files it is made from."""
+        """Total size in bytes of the resulting rows and patches and of the bytes read."""
         spans = {each.span for each in (*self.texts, *self.files)}
         read = sum(span.length for span in spans)
         patches = sum(t * h * w for file in self.files for t, h, w in file.grids)
@@ -133,7 +133,7 @@ class StepRequest:
 
 @dataclass(frozen=True)
 class BadSample:
-    """A sample of the plan that cannot be used, and why; `item` is the medium, if it is one."""
+    """An unusable sample of the plan with the reason; `item` names the bad item, if any."""
 
     sample: int
     reason: str
@@ -142,15 +142,15 @@ class BadSample:
 
 @dataclass(frozen=True, eq=False)
 class Fetched:
-    """What a request became.
+    """Result of a request.
 
     Attributes:
-        rows: tokens of the requested rows, None if there are none.
+        rows: tokens of the requested rows; None if no rows were requested.
         media: item number in the plan -> uint8 patches [L, 3, 14, 14].
-        bad: what is missing in both, ascending by sample and item.
-        bytes: payload bytes read, from the store or its cache.
-        requests: that were sent to the store for it.
-        reread: reads that were repeated for a wrong checksum.
+        bad: samples and items missing in `rows` or `media`, ascending by sample and item.
+        bytes: payload bytes read from the store or its cache.
+        requests: requests sent to the store.
+        reread: reads repeated because of a wrong checksum.
     """
 
     rows: RowBatch | None
@@ -162,10 +162,10 @@ class Fetched:
 
 
 def resolve(planner: Planner, plan: GlobalPlan, needs: Needs) -> StepRequest:
-    """Name every read of a step.
+    """Return the reads of a step for the given needs.
 
     Raises:
-        ValueError: needs name rows or items that the step does not have.
+        ValueError: `needs` names rows or items that the step does not have.
     """
     rows = np.asarray(needs.rows, np.int64)
     items = np.asarray(needs.items, np.int64)
@@ -189,7 +189,7 @@ def resolve(planner: Planner, plan: GlobalPlan, needs: Needs) -> StepRequest:
 def _samples_of(
     plan: GlobalPlan, rows: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the samples of some rows, in the order of `rows`, and the index there of each's."""
+    """Return the samples of some rows, in the order of `rows`, and each one's index in `rows`."""
     first = np.searchsorted(plan.samples.row, rows)
     count = np.searchsorted(plan.samples.row, rows, side="right") - first
     before = np.cumsum(count) - count
@@ -200,7 +200,7 @@ def _samples_of(
 def _details(
     planner: Planner, plan: GlobalPlan, samples: NDArray[np.int64]
 ) -> dict[int, Detail | None]:
-    """Return the random draws of each sample (augmentation, wording, regions); None: no draw."""
+    """Return the random draws per sample (augmentation, variants, regions); None without draws."""
     found: dict[int, Detail | None] = dict.fromkeys(samples.tolist())
     table = plan.samples
     for number, source in enumerate(planner.sources):
@@ -250,7 +250,7 @@ def _files(
     items: NDArray[np.int64],
     details: Mapping[int, Detail | None],
 ) -> list[FileRead]:
-    """One read for each file: the wanted chunks of a video are decoded together."""
+    """Return one read per file, so that the needed chunks of a video are decoded together."""
     table = plan.items
     groups: dict[tuple[int, int], list[int]] = {}
     for item in items.tolist():
@@ -277,12 +277,12 @@ def _files(
 
 
 class Fetcher:
-    """Carries out requests; `close` it.
+    """Executor of step requests; `close` it after use.
 
     Args:
-        store: rooted where the sources lie.
-        tokenizer: of the indices.
-        threads: for requests and decoding, each.
+        store: store rooted at the folder of the sources.
+        tokenizer: tokenizer of the indices.
+        threads: number of request threads and of decoding threads.
     """
 
     def __init__(self, store: Store, tokenizer: Tokenizer, threads: int):
@@ -290,18 +290,18 @@ class Fetcher:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
         self._split: OrderedDict[tuple[Span, int], LaidOut] = OrderedDict()
         self._lock = threading.Lock()
-        self._moved: dict[str, str] = {}  # shards that redactions replace under this run
+        self._moved: dict[str, str] = {}  # shards replaced by redactions during this run
 
     def __call__(self, request: StepRequest, decode: Decode = decode_items) -> Fetched:
-        """Read, decode and lay out.
+        """Read, decode and lay out a request.
 
         Args:
-            request: what to read.
-            decode: a media file; pages have another process do it.
+            request: the reads to execute.
+            decode: decodes a media file; web pages pass a function that uses another process.
 
         Raises:
-            StoreError: naming the key; the store's own retries are used up.
-            IndexMismatch: text with other tokens than the index says; names source and sample key.
+            StoreError: a read failed after the store's retries; the message names the key.
+            IndexMismatch: the tokens of a text differ from the index; names source and sample key.
         """
         reads, before = [*request.texts, *request.files], self._num_requests()
         reading = read_parts(self._store, reads, self._threads, moved=self._moved)
@@ -326,7 +326,7 @@ class Fetcher:
         )
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._pool.shutdown(cancel_futures=True)
 
     def _num_requests(self) -> int:
@@ -350,7 +350,7 @@ class Fetcher:
         return rows
 
     def _laid_out(self, read: TextRead, body: bytes) -> LaidOut:
-        """Lay out a sample; a split one is remembered, since its other parts come soon."""
+        """Lay out a sample; cache a split sample, because its other parts follow soon."""
         if read.layout.part is None:
             return laid_out(segments_of(body), self._tokenizer, read.layout)
         key = (read.span, read.crc)
@@ -372,7 +372,7 @@ class Fetcher:
 def _decode(
     read: FileRead, reading: Reading, limits: PatchLimits, decode: Decode
 ) -> list[tuple[int, NDArray[np.uint8] | BadSample]]:
-    """Decode the items of one file: (item, patches, or why there are none)."""
+    """Decode the items of one file into (item, patches or BadSample) pairs."""
     if reason := reading.damage(read):
         return [(item, BadSample(read.sample, reason, item)) for item in read.items]
     data, lowered = reading.data[read.span], limits_at(limits, read.level)
@@ -383,7 +383,7 @@ def _decode(
     except MediaError as error:
         if len(every) == 1:
             return [(read.items[0], BadSample(read.sample, f"{read.name}: {error}", read.items[0]))]
-    # One chunk may be bad and the others good: ask for each alone.
+    # Decode each chunk separately, because one bad chunk must not lose the good ones.
     answers: list[tuple[int, NDArray[np.uint8] | BadSample]] = []
     for item, chunk, grid in every:
         try:

@@ -1,4 +1,4 @@
-"""Chance without a generator: 64-bit keys from names, and a mixer that turns counters into bits."""
+"""Stateless randomness: derives 64-bit keys from names, and mixes counters into random bits."""
 
 import hashlib
 
@@ -15,7 +15,7 @@ def keyed(seed: int, purpose: str, *parts: int | str) -> int:
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Scramble 64-bit words one to one (the finaliser of splitmix64). uint64 [...] -> [...]."""
+    """Apply a bijection to 64-bit words (splitmix64's finaliser): uint64 [...] -> [...]."""
     values = values ^ (values >> np.uint64(30))
     values = values * np.uint64(0xBF58476D1CE4E5B9)
     values = values ^ (values >> np.uint64(27))

@@ -1,12 +1,11 @@
-"""The steps of a training, in order: planned, fetched ahead, and resumed from a few numbers.
+"""Data loader: plans the steps of a training run, prefetches them and resumes from a small state.
 
     state -> plan -> needs -> request -> worker -> rows of tokens, patches of media
 
-The plan is global, `needs` says which rows and which media items this process has to hold, and only
-those are read. Workers (processes, or a thread of this one) carry out requests up to
-`prefetch_steps` steps and `prefetch_bytes` ahead. The state of the loader is the state after the
-last step it handed out: what was fetched ahead and not used is forgotten, and fetched again after a
-resume.
+The plan is global. `needs` selects the rows and media items of this process, and the loader reads
+only these. Workers (processes, or a thread of this process) run up to `prefetch_steps` steps and
+`prefetch_bytes` ahead. The loader's state is the state after the last step it returned. Prefetched
+steps that were not used are dropped and fetched again after a resume.
 """
 
 import time
@@ -32,21 +31,21 @@ from data_pipeline.workers.workers import OrderedResults, Workers
 
 __all__ = ["BadSample", "Loader", "LoaderError", "LoaderStats", "Needs", "StepBatch", "everything"]
 
-# Longer than any sum of the store's own timeouts and retries; reached only if something hangs.
+# Longer than the sum of the store's timeouts and retries; reached only if something hangs.
 PATIENCE_S = 1800.0
 
 
 @dataclass(frozen=True, eq=False)
 class StepBatch:
-    """One step as this process needs it.
+    """Data of one step that this process needs.
 
     Attributes:
         plan: the global plan.
-        rows: tokens of the needed rows; None when none are needed.
-        row_ids: their numbers in the plan, int64 [R].
+        rows: tokens of the needed rows; None if no rows are needed.
+        row_ids: row numbers in the plan, int64 [R].
         media: item number in the plan -> uint8 patches [L, 3, 14, 14].
-        bad: samples that cannot be used as far as this process can tell, with the reason. A sample
-            whose text is damaged is padding in `rows`; a damaged medium is missing in `media`.
+        bad: samples that this process found unusable, with the reason. A sample with damaged text
+            is padding in `rows`; a damaged item is missing in `media`.
     """
 
     plan: GlobalPlan
@@ -61,12 +60,12 @@ class LoaderStats:
     """Running totals.
 
     Attributes:
-        steps: handed out.
+        steps: steps returned.
         wait_s: seconds that `next` waited.
-        bytes: read from the store (or its cache), those of worker processes included.
-        requests: sent to the store, likewise.
-        bad: unusable samples and media.
-        reread: reads that were repeated because of a wrong checksum.
+        bytes: bytes read from the store or its cache, worker processes included.
+        requests: requests sent to the store, worker processes included.
+        bad: unusable samples and items.
+        reread: reads repeated because of a wrong checksum.
     """
 
     steps: int = 0
@@ -78,7 +77,7 @@ class LoaderStats:
 
 
 class LoaderError(RuntimeError):
-    """A step could not be fetched; `step` is its number, from 1, `__cause__` what happened."""
+    """Failure to fetch step `step` (counted from 1); `__cause__` holds the original error."""
 
     def __init__(self, step: int, cause: BaseException):
         super().__init__(f"step {step}: {type(cause).__name__}: {cause}")
@@ -87,7 +86,7 @@ class LoaderError(RuntimeError):
 
 @dataclass(frozen=True)
 class Quarantined:
-    """A sample whose place will be filled by another, and the step that showed it unusable."""
+    """A sample that later windows replace, and the step that found it unusable."""
 
     source: str
     key: str
@@ -95,18 +94,18 @@ class Quarantined:
 
 
 class Loader:
-    """Iterates over steps, without end unless the config limits the epochs; `close` it after use.
+    """Endless iterator over steps, unless the config limits the epochs; `close` it after use.
 
     Args:
-        config: the data config. With `workers` above 0, they open `config.root` themselves.
-        store: rooted at config.root.
-        indices: one per source of the config, in any order.
-        tokenizer: the one the indices were made with.
-        needs: rows and items of a plan that this process holds. It is called from a background
-            thread: it must be a pure function and must not communicate.
+        config: the data config. With `workers` above 0, each worker opens `config.root` itself.
+        store: store rooted at config.root.
+        indices: one index per source of the config, in any order.
+        tokenizer: the tokenizer that the indices were made with.
+        needs: returns the rows and items of a plan that this process holds. A background thread
+            calls it, so it must be a pure function and must not communicate.
 
     Raises:
-        ValueError: from the planner: sources, sizes or the vision ratio do not fit.
+        ValueError: the planner refuses the sources, sizes or the vision ratio.
         IndexMismatch: an index was made with another tokenizer.
     """
 
@@ -147,8 +146,8 @@ class Loader:
         """Return the next step.
 
         Raises:
-            LoaderError: the step could not be fetched. The state has not moved: asking again tries
-                the same step again.
+            LoaderError: the step could not be fetched. The state is unchanged, so the next call
+                tries the same step again.
         """
         if self._closed:
             raise ValueError("the loader is closed")
@@ -162,7 +161,7 @@ class Loader:
         except Exception as error:
             self._forget()
             raise LoaderError(done + 1, error) from error
-        except BaseException:  # an interrupt may fall between taking a step and noting it
+        except BaseException:  # an interrupt may come after a step is fetched but before it counts
             self._forget()
             raise
         assert plan.step == done
@@ -178,12 +177,12 @@ class Loader:
         return StepBatch(plan, fetched.rows, rows, fetched.media, fetched.bad)
 
     def quarantine(self, plan: GlobalPlan, samples: Sequence[int]) -> list[Quarantined]:
-        """Fill the places of samples of a step by others, in windows opened later on.
+        """Quarantine samples of a step; windows opened later replace them by other samples.
 
-        To be called on every rank with the same samples, before the next step is asked for.
+        Call this on every rank with the same samples, before the next step is requested.
 
         Returns:
-            Those that were not in quarantine yet.
+            The samples that were not yet in quarantine.
         """
         new: list[Quarantined] = []
         for sample in samples:
@@ -196,15 +195,15 @@ class Loader:
     def state_dict(self) -> State:
         """Return the state after the last step that `next` returned.
 
-        JSON: 0.5 KB, 40 bytes for each source, 20 for each sample in quarantine.
+        As JSON it takes 0.5 KB plus 40 bytes per source and 20 bytes per quarantined sample.
         """
         return self.planner.with_quarantine(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a state; what was fetched ahead is dropped.
+        """Restore a state and drop prefetched steps.
 
         Raises:
-            ValueError: naming the field that does not belong to this run.
+            ValueError: a field does not belong to this run; the message names it.
         """
         self._forget()
         self.planner.load_state_dict(state)
@@ -212,14 +211,14 @@ class Loader:
 
     @property
     def used_up(self) -> str | None:
-        """Which tokens of `data.budget` the steps handed out have used up; None: there are some.
+        """Message naming the used-up tokens of `data.budget`; None if tokens are left.
 
-        The loader itself goes on: to end is the consumer's.
+        The loader itself continues; the consumer decides to stop.
         """
         return used_up(self._config.budget, self._state)
 
     def close(self) -> None:
-        """End all workers and threads."""
+        """Stop all workers and threads."""
         self._closed = True
         self._forget()
         self._workers.close()
@@ -233,7 +232,7 @@ class Loader:
         self.close()
 
     def _start(self) -> Iterator[Fetched]:
-        """Begin to fetch from the present state: ahead, or each step when it is asked for."""
+        """Start fetching from the current state, either ahead or on demand."""
         config = self._config
         planned = self._planned = deque()
         requests = self._requests(self._state, planned)
@@ -247,7 +246,7 @@ class Loader:
     def _requests(
         self, state: State, planned: deque[tuple[GlobalPlan, State, NDArray[np.int64]]]
     ) -> Iterator[tuple[StepRequest, int]]:
-        """Plan step after step; noted in `planned`, for the consumer to take with the results."""
+        """Plan steps and append them to `planned`, where the consumer pairs them with results."""
         while True:
             plan, state = self.planner.plan(state)
             request = resolve(self.planner, plan, self._needs(plan))

@@ -1,9 +1,9 @@
-"""Text to token ids in Kimi's layout, from a tiktoken rank file (real, or trained here).
+"""Tokenizer: converts text to token ids in Kimi's layout, from a real or newly trained rank file.
 
 Kimi's vocabulary is a tiktoken file of 163,584 byte-pair ranks followed by 256 special ids
 (163,584 ... 163,839). A smaller rank file keeps the same layout: special id = number of ranks +
 (Kimi's id - 163,584). The split pattern and the lengths at which long texts are cut before
-splitting are Moonshot's, so that the real file gives the real ids.
+splitting are Moonshot's, so the real rank file gives Kimi's ids.
 
 Layout of a sample: [BOS], its segments in order, [EOS].
 An image:       <|media_begin|> "image" <|media_content|> <|media_pad|> x N <|media_end|>
@@ -11,7 +11,8 @@ A region:       its label, then "[012,034,...]", digit by digit.
 A video chunk:  "00:00:02.000" <|media_begin|> "video" <|media_content|> <|media_pad|> x N
                 <|media_end|>; chunks follow one another with nothing between.
 
-Rank files are parsed here: tiktoken's own loader caches by path and would return an old file.
+This module parses rank files itself, because tiktoken's loader caches by path and could return an
+old file.
 """
 
 import base64
@@ -42,8 +43,8 @@ SPLIT_PATTERN = "|".join(
         r"\s+",
     )
 )
-MAX_CHARS = 400_000  # a longer text is cut here before it is split ...
-MAX_RUN_CHARS = 25_000  # ... and so is a longer run of only spaces or only non-spaces
+MAX_CHARS = 400_000  # longer texts are cut at this length before splitting
+MAX_RUN_CHARS = 25_000  # likewise longer runs of only spaces or only non-spaces
 
 NUM_SPECIAL = 256
 _KIMI_BASE = 163_584
@@ -78,14 +79,14 @@ class Tokenizer:
     """Byte-pair ranks plus Kimi's 256 special ids. Immutable; safe to use from several threads.
 
     Attributes:
-        name: what people call it; kept in every source's manifest.
-        hash: SHA-256 of the rank file; what the loader compares.
+        name: readable name, stored in every source's manifest.
+        hash: SHA-256 of the rank file, compared by the loader.
         num_base: number of ranks. vocab_size: num_base + 256.
         bos, eos, pad, media_begin, media_content, media_pad, media_end: special ids.
     """
 
     def __init__(self, ranks: bytes, name: str) -> None:
-        """Build from the content of a rank file.
+        """Build a tokenizer from the content of a rank file.
 
         Raises:
             ValueError: the file is not a complete list of ranks 0 ... n-1.
@@ -111,7 +112,7 @@ class Tokenizer:
         )
         self._image = tuple(self.encode("image"))
         self._video = tuple(self.encode("video"))
-        # Single bytes always have a rank, so a written number has the same length whatever it is.
+        # Digits are encoded one byte at a time, so every number takes the same number of ids.
         self._digits = tuple(table[bytes([b])] for b in b"0123456789")
         self._open, self._comma, self._close = (table[mark] for mark in (b"[", b",", b"]"))
 
@@ -120,40 +121,40 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, path: str | Path, name: str | None = None) -> "Tokenizer":
-        """Read a rank file from disk; the name is the file's unless given."""
+        """Read a rank file from disk; `name` defaults to the file name."""
         path = Path(path)
         return cls(path.read_bytes(), name or path.name)
 
     @classmethod
     def from_store(cls, store: Store, key: str, name: str | None = None) -> "Tokenizer":
-        """Read a rank file from a store; the name is the last part of the key unless given."""
+        """Read a rank file from a store; `name` defaults to the last part of the key."""
         return cls(store.get(key), name or key.rsplit("/", 1)[-1])
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`. Special ids are never emitted, whatever the text spells."""
+        """Return the token ids of `text`, never special ids, even if the text spells one."""
         if len(text) <= MAX_RUN_CHARS:
             return self._encoding.encode_ordinary(text)
         return [i for piece in _pieces(text) for i in self._encoding.encode_ordinary(piece)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; special ids by their names, broken UTF-8 as U+FFFD."""
+        """Return the text of `ids`, with names for special ids and U+FFFD for broken UTF-8."""
         return self._encoding.decode(list(ids))
 
     def image_prefix(self) -> list[int]:
-        """Ids before an image's media pads; `[media_end]` follows the pads."""
+        """Return the ids before an image's media pads; `[media_end]` follows the pads."""
         return [self.media_begin, *self._image, self.media_content]
 
     def video_prefix(self, timestamp: str) -> list[int]:
-        """Ids before a video chunk's media pads; `[media_end]` follows the pads."""
+        """Return the ids before a video chunk's media pads; `[media_end]` follows the pads."""
         return [*self.encode(timestamp), self.media_begin, *self._video, self.media_content]
 
     def region(self, label: str, numbers: Sequence[int]) -> list[int]:
-        """Ids of a written region: its label, then "[", numbers of three digits with ",", and "]".
+        """Return the ids of a region: label, "[", three-digit numbers separated by ",", "]".
 
         Args:
             label: any text.
-            numbers: each in 0 ... 999. How many ids they become depends on their count alone, so
-                that the length of a sample is known before its coordinates are.
+            numbers: integers in 0 ... 999. The number of ids depends only on their count, so the
+                length of a sample is known before its coordinates are.
         """
         ids = [*self.encode(label), self._open]
         for place, number in enumerate(numbers):
@@ -164,12 +165,12 @@ class Tokenizer:
         return [*ids, self._close]
 
     def region_length(self, label: str, count: int) -> int:
-        """How many ids `region` gives for `count` numbers."""
+        """Return the number of ids that `region` gives for `count` numbers."""
         return len(self.encode(label)) + 1 + 4 * count
 
 
 def _parse_ranks(content: bytes, name: str) -> dict[bytes, int]:
-    """Lines of `base64(token) rank`, which must count 0 ... n-1 and hold all single bytes."""
+    """Parse lines of `base64(token) rank`; ranks must be 0 ... n-1 and cover all single bytes."""
     table: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), 1):
         try:
@@ -193,7 +194,7 @@ def _parse_ranks(content: bytes, name: str) -> dict[bytes, int]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Cut a long text where Moonshot's tokenizer cuts it."""
+    """Yield the pieces of a long text, cut as in Moonshot's tokenizer."""
     for start in range(0, len(text), MAX_CHARS):
         block = text[start : start + MAX_CHARS]
         done = 0
@@ -250,9 +251,9 @@ def train_ranks(texts: Iterable[str], vocab_size: int) -> bytes:
 
 
 def _byte_of_letter() -> dict[str, int]:
-    """The byte behind each letter of the byte-level alphabet (GPT-2's table).
+    """Return the byte of each letter of the byte-level alphabet (GPT-2's table).
 
-    Printable Latin-1 bytes stand for themselves; the others take letters from U+0100 in order.
+    Printable Latin-1 bytes map to themselves; the others map to letters from U+0100 in order.
     """
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [b for b in range(256) if b not in plain]

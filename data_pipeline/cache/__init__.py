@@ -1,1 +1,1 @@
-"""Objects kept on the node, in memory and on disk, shared by its processes."""
+"""Node cache: keeps objects in memory and on disk, shared by the processes of a node."""

@@ -1,9 +1,9 @@
-"""Where a block is found: open in this process, in a tier, or in the store, fetched once per node.
+"""Finds blocks among open blocks, in tiers or in the store, and fetches each once per node.
 
-open blocks      a dict: no file is opened or checked again
-first tier       shared memory if there is one; no lock
-lock of the run  the one thread of the node that gets it looks again, in all tiers,
-                 and fetches what is missing with one request per run of neighbours
+open blocks      a dict, so no file is opened or verified again
+first tier       shared memory if there is one; without a lock
+lock of the run  its holder, one thread of the node, looks again in all tiers
+                 and fetches missing blocks with one request per run of neighbours
 """
 
 import hashlib
@@ -21,21 +21,21 @@ from data_pipeline.cache.tier import BlockId, OpenBlock, Tier
 
 log = logging.getLogger("data_pipeline.cache.cached_store")
 
-# Every open block costs a descriptor; the process needs others.
+# Every open block costs a descriptor, and the process needs others.
 _MOST_OPEN = 1024
-# Open blocks that were read are marked as used this often, and those evicted meanwhile let go.
+# Interval at which used blocks get a new time of use and evicted blocks are closed.
 _UPKEEP_S = 5.0
 
 
 class CachedObject:
-    """One version of an object. Compared by identity, so that a new version is another one.
+    """One version of an object, compared by identity.
 
     Args:
-        where: root URI and key, for people and for the blocks' identity.
-        key: as the store knows it.
-        size: in bytes.
-        version: what stands for its content.
-        block_bytes: size of its blocks, the last one excepted.
+        where: root URI and key, for messages and for the blocks' identity.
+        key: key in the store.
+        size: size in bytes.
+        version: identifies the content.
+        block_bytes: size of its blocks, except the last.
     """
 
     __slots__ = ("_block_bytes", "_digest", "key", "locks", "size", "version", "where")
@@ -45,19 +45,19 @@ class CachedObject:
         self._block_bytes = block_bytes
         text = "\0".join((where, version, str(size), str(block_bytes)))
         self._digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-        # Where its blocks' locks begin: room for 2^24 blocks, all below 2^62. Two objects that
-        # fall together wait for each other now and then, no more.
+        # First lock number of its blocks, with room for 2^24 blocks below 2^62. If two objects
+        # collide, they only wait for each other sometimes.
         self.locks = int.from_bytes(self._digest[:8], "little") >> 2 & ~0xFFFFFF
 
     def block(self, index: int) -> BlockId:
-        """The block that begins at `index * block_bytes`."""
+        """Return the block that begins at `index * block_bytes`."""
         left = self.size - index * self._block_bytes
         return BlockId(self._digest, index, min(self._block_bytes, left))
 
 
 Place = tuple[CachedObject, int]  # a block of an object
 Read = Callable[[int, int], bytes]  # (start, stop) in a block -> a copy of those bytes
-Deliver = Callable[[Place, Read], int]  # takes what it needs of a block; how many bytes that was
+Deliver = Callable[[Place, Read], int]  # copies what it needs of a block; returns the bytes copied
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,14 @@ class CacheStats:
     """Counts of this process since it opened the cache. A read counts once per block it touches.
 
     Attributes:
-        memory_hits, disk_hits, misses: where the blocks that answered reads came from.
-        memory_bytes, disk_bytes: bytes handed out from the tiers.
+        memory_hits, disk_hits, misses: blocks read from memory, from disk and from the store.
+        memory_bytes, disk_bytes: bytes read from the tiers.
         fetched_bytes: bytes read from the inner store as blocks.
-        waits: how often this process waited until another had fetched what it needed.
-        corrupt: blocks dropped because their checksum, length or identity was wrong.
-        evicted: blocks removed by this process to make room.
+        waits: number of times this process waited for the lock of a run of blocks.
+        corrupt: blocks dropped because of a wrong checksum, length or identity.
+        evicted: blocks removed by this process to free space.
         failures: operations that the file system refused.
-        off: names of the tiers that are not written to at the moment.
+        off: names of the tiers that are not writable now.
     """
 
     memory_hits: int = 0
@@ -89,12 +89,12 @@ class CacheStats:
 
 
 class Blocks:
-    """Finds blocks in tiers and fetches the missing ones, one process at a time.
+    """Blocks in tiers; missing blocks are fetched by one process at a time.
 
     Args:
-        tiers: fastest first; may be none.
-        node: the folder that the node's processes share.
-        wait_s: patience with another process that fetches.
+        tiers: tiers with the fastest first; may be empty.
+        node: folder shared by the node's processes.
+        wait_s: seconds to wait for another process that fetches.
     """
 
     def __init__(self, tiers: Sequence[Tier], node: NodeFolder, wait_s: float) -> None:
@@ -114,12 +114,12 @@ class Blocks:
 
     @property
     def writable(self) -> bool:
-        """Whether any tier takes blocks at the moment."""
+        """True if any tier accepts blocks now."""
         return any(tier.writable for tier in self._tiers)
 
     @property
     def stats(self) -> CacheStats:
-        """The counts at this moment."""
+        """Current counts."""
         with self._lock:
             return CacheStats(
                 memory_hits=self._hits.get("memory", 0),
@@ -136,12 +136,12 @@ class Blocks:
             )
 
     def close(self) -> None:
-        """Let go of the open blocks; what readers still hold of them stays valid."""
+        """Release the open blocks; blocks that readers still use stay valid."""
         with self._lock:
             self._open.clear()
 
     def serve(self, place: Place, deliver: Deliver, *, anywhere: bool = False) -> bool:
-        """Deliver the block if it is open here, in the first tier, or (`anywhere`) in any."""
+        """Deliver the block if it is open or in the first tier (with `anywhere`, in any tier)."""
         with self._lock:
             block = self._open.get(place)
             if block is not None:
@@ -158,18 +158,18 @@ class Blocks:
         read: Callable[[CachedObject, int, int], bytes],
         deliver: Deliver,
     ) -> None:
-        """Deliver neighbouring blocks of one object that the first tier did not have.
+        """Deliver neighbouring blocks of one object that are missing in the first tier.
 
         Args:
-            run: the blocks, ascending without a gap.
-            read: (object, first block, end block) -> the bytes of these blocks.
+            run: the blocks, ascending without gaps.
+            read: (object, first block, end block) -> bytes of these blocks.
             deliver: called once per block.
 
         Raises:
-            CacheTimeout: another process has been at one of these blocks for too long.
-            Whatever `read` raises.
+            CacheTimeout: another process has been fetching one of these blocks for too long.
+            Exception: any error of `read`.
         """
-        self._look_after()  # before others are evicted for these
+        self._look_after()  # update the times of use before these blocks evict others
         known, first = run[0]
         what = f"{known.where}, blocks {first} to {run[-1][1]}"
         with self._hold(known.locks + first, len(run), what) as waited:
@@ -207,7 +207,7 @@ class Blocks:
             deliver(place, lambda start, stop, payload=payload: bytes(payload[start:stop]))
 
     def _serve_lower(self, place: Place, deliver: Deliver) -> bool:
-        """As `serve`, from any tier; a block found further down is copied to the first."""
+        """Deliver a block from any tier; a block from a lower tier is copied to the first."""
         if self.serve(place, deliver):
             return True
         for tier in self._tiers[1:]:
@@ -247,7 +247,7 @@ class Blocks:
         self._look_after()
 
     def _look_after(self) -> None:
-        """Now and then: mark open blocks that were read as used, let go of those evicted."""
+        """Update times of use of open blocks and close evicted blocks, once per interval."""
         now = time.monotonic()
         with self._lock:
             if now < self._upkeep_at:
@@ -261,7 +261,7 @@ class Blocks:
 
     @contextmanager
     def _hold(self, first: int, count: int, what: str) -> Iterator[bool]:
-        """Hold the lock of a run, or go on without where locks cannot be; whether it waited."""
+        """Hold the lock of a run, or continue without one if locking fails; yield if it waited."""
         with ExitStack() as stack:
             waited = False
             try:
@@ -279,7 +279,7 @@ class Blocks:
 
 
 def neighbours(places: Sequence[Place], most: int) -> list[list[Place]]:
-    """Cut places, sorted by object and index, into runs of neighbours, each at most `most` long."""
+    """Divide sorted blocks into runs of neighbours, each with at most `most` blocks."""
     runs: list[list[Place]] = []
     for place in places:
         last = runs[-1] if runs else []

@@ -1,18 +1,18 @@
-"""A store with a cache in front of it: memory, then local disk, then the store itself.
+"""Store with a cache in front: looks in memory, then on local disk, then in the inner store.
 
-    register(key, size, version)          once per object, from the manifest: no HEAD is ever sent
+    register(key, size, version)          once per object, from the manifest, so no HEAD is sent
     get / get_many
       -> blocks open in this process       a look-up and a read
       -> block files in shared memory      checked when a process opens them
       -> block files on the local disk     checked the same way
       -> one ranged GET per run of blocks  by one process of the node; the others wait for it
 
-Objects are cut into aligned blocks of `block_bytes`. A block belongs to (root URI and key, version,
-size): the endpoint does not matter, and versions never mix. Which version an object has is said by
-the caller, who knows it from the manifest (the SHA-256 of the shard). Objects that were not
-registered, and reads that name an ETag, go to the inner store as they are.
+Objects are divided into aligned blocks of `block_bytes`. A block is identified by (root URI and
+key, version, size), so the endpoint does not matter and versions never mix. The caller gives the
+version of an object, which it knows from the manifest (the SHA-256 of the shard). Reads of
+unregistered objects, and reads with an ETag, go directly to the inner store.
 
-The cache believes the inner store: a block that was wrong when it came has a right checksum. A
+The cache trusts the inner store: a block that arrived with wrong bytes gets a matching checksum. A
 reader whose own check fails calls `forget` for that range and reads again.
 """
 
@@ -45,29 +45,29 @@ from typed_config.section import Section
 
 log = logging.getLogger("data_pipeline.cache.cached_store")
 
-# One request fetches at most this much: it is held in memory, once per thread that fetches.
+# Maximum size of one request, because each fetching thread holds it in memory.
 RUN_BYTES = 64 << 20
 
 
 class CacheConfig(Section):
-    """The cache of a node. Processes that give the same values share one."""
+    """Cache of a node. Processes with the same values share one cache."""
 
     folder: str | None = None
-    """Where blocks lie on the local disk; they outlive the run. null: no disk tier.
+    """Folder on the local disk for blocks, which outlive the run. null disables the disk tier.
     [-; data_pipeline/cache/cached_store.py]"""
     disk_bytes: int = Field(default=64 << 30, le=1 << 60)
-    """Limit of that folder; a tier holds at least 4 blocks.
+    """Size limit of that folder; a tier must hold at least 4 blocks.
     [bytes; data_pipeline/cache/cached_store.py]"""
     memory_bytes: int = Field(default=0, ge=0, le=1 << 60)
-    """Limit of the node's shared memory (/dev/shm) for blocks, for all processes together; removed
-    when the last of them ends. 0: no memory tier.
+    """Size limit for blocks in the node's shared memory (/dev/shm), over all processes. The last
+    process removes them. 0 disables the memory tier.
     [bytes; data_pipeline/cache/cached_store.py]"""
     block_bytes: int = Field(default=4 << 20, ge=1 << 10, le=1 << 30)
-    """What is fetched and kept at once. Larger makes fewer requests; a node that reads only few
-    samples of each shard (many nodes) wants smaller ones.
+    """Unit of fetching and caching. Larger blocks need fewer requests; use smaller blocks if each
+    node reads only few samples per shard (many nodes).
     [bytes; data_pipeline/cache/cached_store.py]"""
     wait_s: float = Field(default=600.0, gt=0, le=86400)
-    """How long to wait for another process that fetches the same blocks.
+    """Maximum time to wait for another process that fetches the same blocks.
     [s; data_pipeline/cache/cached_store.py]"""
 
     @model_validator(mode="after")
@@ -81,7 +81,7 @@ class CacheConfig(Section):
             raise ValueError("cache: folder is empty; name a folder, or null for no disk tier")
         if self.folder is not None:
             check_local("cache: folder", self.folder)
-        # Several may write a block at the same time, and each needs room.
+        # Several processes may write blocks at the same time, and each needs space.
         least = 4 * (self.block_bytes + 4096)
         for name, note in (("disk_bytes", ""), ("memory_bytes", ", or 0 (no memory tier)")):
             value = getattr(self, name)
@@ -94,17 +94,17 @@ class CacheConfig(Section):
 
 
 class CachedStore:
-    """`inner` behind a cache; a `Store` itself. Close it, or use it in a `with`.
+    """A `Store` that caches reads of `inner`. Close it, or use it in a `with` statement.
 
-    Any thread may use it; every process opens its own. It owns `inner` and closes that too.
+    Any thread may use it; every process opens its own. It owns `inner` and closes it too.
 
     Args:
-        inner: where the objects are.
+        inner: store with the objects.
         config: see `CacheConfig`.
         versions: key -> (size, version) of objects to register.
 
     Raises:
-        StoreError: there is no folder at all for the locks of this node's processes.
+        StoreError: no folder for the locks of this node's processes can be created.
     """
 
     def __init__(
@@ -130,9 +130,9 @@ class CachedStore:
         self.close()
 
     def close(self) -> None:
-        """Leave the node's folder, which goes with its last process, and close the inner store.
+        """Leave the node's folder, which the last process removes, and close the inner store.
 
-        Objects are no longer registered.
+        All objects are unregistered.
         """
         self._objects.clear()
         self._blocks.close()
@@ -140,11 +140,12 @@ class CachedStore:
         self._inner.close()
 
     def register(self, key: str, size: int, version: str) -> None:
-        """From now on, cache reads of `key`, an object of `size` bytes.
+        """Enable caching for reads of an object.
 
         Args:
-            version: stands for the content: the same for the same bytes, another for others. A
-                hash is best; an ETag will do.
+            key: key of the object.
+            size: size of the object in bytes.
+            version: identifies the content, preferably a hash; an ETag also works.
         """
         objects.check_key(key)
         if isinstance(size, bool) or not isinstance(size, int) or size < 0 or not version:
@@ -158,9 +159,9 @@ class CachedStore:
             self._objects[key] = CachedObject(where, key, size, version, self._block_bytes)
 
     def forget(self, key: str, offset: int = 0, length: int | None = None) -> None:
-        """Drop the blocks that hold this range, for the whole node: their bytes proved wrong.
+        """Drop the blocks of a range for the whole node, because their bytes are wrong.
 
-        Other processes that have them open notice when their own check fails.
+        Other processes that have them open notice it when their own check fails.
         """
         objects.check_range(offset, length)
         known = self._objects.get(key)
@@ -170,7 +171,7 @@ class CachedStore:
                 self._blocks.forget((known, index))
 
     def _indices(self, start: int, stop: int) -> range:
-        """The blocks that hold [start, stop)."""
+        """Return the numbers of the blocks that hold [start, stop)."""
         return range(start // self._block_bytes, -(-stop // self._block_bytes))
 
     # Reads
@@ -178,7 +179,7 @@ class CachedStore:
     def get(
         self, key: str, offset: int = 0, length: int | None = None, *, etag: str | None = None
     ) -> bytes:
-        """See `Store.get`. With an ETag, or for an object not registered: straight through."""
+        """See `Store.get`. Reads with an ETag or of unregistered objects bypass the cache."""
         known = self._objects.get(key)
         if known is None or etag is not None:
             return self._inner.get(key, offset, length, etag=etag)
@@ -200,20 +201,20 @@ class CachedStore:
     def get_many(
         self, requests: Sequence[Span], max_gap: int = objects.MAX_GAP, threads: int = 8
     ) -> list[bytes]:
-        """Read many spans, as `objects.get_many` does, and with the same result.
+        """Read many spans with the same result as `objects.get_many`.
 
-        The missing blocks of all spans are found first. Each run of neighbours, up to `RUN_BYTES`,
-        is one request; up to `threads` are under way at once.
+        It first finds the missing blocks of all spans. Each run of neighbouring blocks, up to
+        `RUN_BYTES`, is one request; up to `threads` requests run at once.
 
         Raises:
             CacheTimeout: another process has been fetching a block for longer than `wait_s`.
-            StoreError: as the inner store does.
+            StoreError: an error of the inner store.
         """
         known = self._check(requests)
         cut = _Cut(requests, known, self._block_bytes)
         straight = [i for i, span in enumerate(requests) if span.key not in known]
-        # While no tier takes any, what is missing is read without the cache: to fetch whole blocks
-        # for small reads and keep none would multiply the bytes.
+        # While no tier is writable, missing spans are read directly: fetching whole blocks without
+        # keeping them would multiply the bytes.
         keep = self._blocks.writable
         places = sorted(cut.uses, key=lambda place: (place[0].key, place[1]))
         missing = [p for p in places if not self._blocks.serve(p, cut.deliver, anywhere=not keep)]
@@ -233,7 +234,7 @@ class CachedStore:
         return answers
 
     def _check(self, requests: Sequence[Span]) -> dict[str, CachedObject]:
-        """Refuse bad ranges; the registered objects among those asked for."""
+        """Refuse bad ranges and return the registered objects among the requests."""
         known = dict[str, CachedObject]()
         for key, offset, length in requests:
             objects.check_range(offset, length)
@@ -252,16 +253,16 @@ class CachedStore:
     # The rest of a store
 
     def head(self, key: str) -> ObjectInfo:
-        """See `Store.head`; asks the inner store."""
+        """See `Store.head`; calls the inner store."""
         return self._inner.head(key)
 
     def put(self, key: str, data: bytes) -> ObjectInfo:
-        """See `Store.put`. The object is not registered any more."""
+        """See `Store.put`. It unregisters the object."""
         self._objects.pop(key, None)
         return self._inner.put(key, data)
 
     def put_new(self, key: str, data: bytes) -> bool:
-        """See `Store.put_new`. The object is not registered any more."""
+        """See `Store.put_new`. It unregisters the object."""
         self._objects.pop(key, None)
         return self._inner.put_new(key, data)
 
@@ -271,35 +272,35 @@ class CachedStore:
         path: str | os.PathLike[str],
         sent: Callable[[int], None] | None = None,
     ) -> ObjectInfo:
-        """See `Store.put_file`. The object is not registered any more."""
+        """See `Store.put_file`. It unregisters the object."""
         self._objects.pop(key, None)
         return self._inner.put_file(key, path, sent)
 
     def put_verified(
         self, key: str, size: int, sha256: str | None, read: Callable[[int, int], bytes]
     ) -> Written:
-        """See `Store.put_verified`. The object is not registered any more."""
+        """See `Store.put_verified`. It unregisters the object."""
         self._objects.pop(key, None)
         return self._inner.put_verified(key, size, sha256, read)
 
     def delete(self, key: str) -> None:
-        """See `Store.delete`. The object is not registered any more."""
+        """See `Store.delete`. It unregisters the object."""
         self._objects.pop(key, None)
         self._inner.delete(key)
 
     def delete_versions(self, key: str) -> int:
-        """See `Store.delete_versions`. The object is not registered any more."""
+        """See `Store.delete_versions`. It unregisters the object."""
         self._objects.pop(key, None)
         return self._inner.delete_versions(key)
 
     def discard(self, keys: Sequence[str]) -> "list[tuple[str, str]]":
-        """See `Store.discard`. The objects are not registered any more."""
+        """See `Store.discard`. It unregisters the objects."""
         for key in keys:
             self._objects.pop(key, None)
         return self._inner.discard(keys)
 
     def unfinished(self, prefix: str = "") -> "list[Unfinished]":
-        """See `Store.unfinished`; asks the inner store."""
+        """See `Store.unfinished`; calls the inner store."""
         return self._inner.unfinished(prefix)
 
     def drop_unfinished(self, one: Unfinished) -> None:
@@ -307,7 +308,7 @@ class CachedStore:
         self._inner.drop_unfinished(one)
 
     def bygone(self, prefix: str = "") -> "list[Unfinished]":
-        """See `Store.bygone`; asks the inner store."""
+        """See `Store.bygone`; calls the inner store."""
         return self._inner.bygone(prefix)
 
     def drop_bygone(self, ones: Sequence[Unfinished]) -> "list[tuple[str, str]]":
@@ -315,30 +316,30 @@ class CachedStore:
         return self._inner.drop_bygone(ones)
 
     def list_folders(self, prefix: str = "") -> "list[str]":
-        """See `Store.list_folders`; asks the inner store."""
+        """See `Store.list_folders`; calls the inner store."""
         return self._inner.list_folders(prefix)
 
     def list(self, prefix: str = "") -> "list[str]":
-        """See `Store.list`; asks the inner store."""
+        """See `Store.list`; calls the inner store."""
         return self._inner.list(prefix)
 
     @property
     def stats(self) -> StoreStats:
-        """What this process asked of the inner store."""
+        """Counts of this process's requests to the inner store."""
         return self._inner.stats
 
     @property
     def cache_stats(self) -> CacheStats:
-        """What the cache did for this process."""
+        """Counts of this process's cache hits, misses and failures."""
         return self._blocks.stats
 
 
 class _Cut:
-    """Requests cut at block borders.
+    """Requests divided at block boundaries.
 
     Attributes:
-        pieces: request -> the bytes of its pieces, one per block, empty until delivered.
-        uses: block -> (request, number of the piece, start, stop) of the pieces that lie in it.
+        pieces: request -> bytes of its pieces, one per block, empty until delivered.
+        uses: block -> (request, number of the piece, start, stop) of the pieces in it.
     """
 
     def __init__(
@@ -358,14 +359,14 @@ class _Cut:
                 self.uses.setdefault((known[key], index), []).append(use)
 
     def deliver(self, place: Place, read: Read) -> int:
-        """Take the pieces that lie in this block; how many bytes that was."""
+        """Copy the pieces in this block and return their number of bytes."""
         for i, k, start, stop in self.uses[place]:
             self.pieces[i][k] = read(start, stop)
         return sum(stop - start for _, _, start, stop in self.uses[place])
 
 
 def _join(config: CacheConfig) -> tuple[NodeFolder, Blocks]:
-    """Enter the node's folder and open the tiers."""
+    """Join the node's folder and open the tiers."""
     folder = os.path.abspath(os.path.expanduser(config.folder)) if config.folder else None
     text = repr((folder, config.disk_bytes, config.memory_bytes, config.block_bytes))
     name = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -387,7 +388,7 @@ def _join(config: CacheConfig) -> tuple[NodeFolder, Blocks]:
 
 
 def _enter(name: str, wait_s: float) -> tuple[NodeFolder, bool]:
-    """The node's folder, and whether it lies in shared memory; else it only serves for locks."""
+    """Return the node's folder, and whether it is in shared memory, not only for locks."""
     problems: list[str] = []
     for parent in (cache_node.SHARED_MEMORY, Path(tempfile.gettempdir())):
         try:

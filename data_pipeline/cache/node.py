@@ -1,14 +1,13 @@
-"""What the processes of one node share to use a cache together: a folder that goes away with the
-last of them, and locks that a dead process cannot keep.
+"""Shared folder and locks for the cache processes of a node; the last process removes the folder.
 
-Both rest on locks that the kernel gives back when a process ends, however it ends:
+Both use locks that the kernel releases when a process ends for any reason:
 
-- a **lease** (`flock` on the folder itself, shared) says that somebody uses the folder. Whoever
-  comes or goes removes the folders on which nobody has one, so what a killed process left in
-  shared memory is gone at the next start at the latest.
-- a **range lock** (an open-file-description lock on bytes of one file) says that somebody fetches
-  these blocks. A run of blocks is one range, so a thread never holds one lock while it waits for
-  another, and overlapping runs cannot deadlock.
+- A **lease** (shared `flock` on the folder itself) marks a folder as used. Every process that
+  starts or ends removes the folders without a lease. So leftovers of a killed process in shared
+  memory disappear at the next start at the latest.
+- A **range lock** (open-file-description lock on bytes of one file) marks blocks as being fetched.
+  A run of blocks is one range, so a thread never holds one lock while it waits for another, and
+  overlapping runs cannot deadlock.
 """
 
 import fcntl
@@ -30,22 +29,22 @@ _LOCK_FILE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # struct flock of 64-bit Linux: type, whence, start, length, pid.
 _FLOCK = struct.Struct("@hhqqi0q")
-# A locker notes its process id here, under the first byte of its range: the kernel does not tell
-# whose an open-file-description lock is.
+# A lock holder writes its process id here, at an offset given by the first byte of its range,
+# because the kernel does not report the owner of an open-file-description lock.
 _NOTES, _NOTE = 4096, struct.Struct("<i")
 
 
 class CacheTimeout(StoreUnavailable):
-    """Another process held a lock of the cache for too long; the message says who and for what."""
+    """Another process held a cache lock for too long; the message names the process and purpose."""
 
 
 def patiently(attempt: Callable[[], bool], wait_s: float, complaint: Callable[[], str]) -> bool:
-    """Call `attempt` until it returns True; whether that took more than one call.
+    """Call `attempt` until it returns True; return whether that took more than one call.
 
-    Asking again and again, because no lock of the kernel can be waited for with a time limit.
+    It polls, because these kernel locks offer no wait with a timeout.
 
     Raises:
-        CacheTimeout: with `complaint()`, after `wait_s` seconds.
+        CacheTimeout: `wait_s` seconds have passed; the message is `complaint()`.
     """
     if attempt():
         return False
@@ -61,9 +60,9 @@ def patiently(attempt: Callable[[], bool], wait_s: float, complaint: Callable[[]
 
 @contextmanager
 def locked_file(path: Path, wait_s: float) -> Iterator[int]:
-    """Hold `flock` on the file (made if missing); yields its descriptor.
+    """Hold `flock` on the file (created if missing) and yield its descriptor.
 
-    Opened anew each time, so that threads of one process exclude each other too.
+    Each call opens the file again, so that threads of one process also exclude each other.
     """
     handle = os.open(path, _LOCK_FILE, 0o600)
     try:
@@ -74,7 +73,7 @@ def locked_file(path: Path, wait_s: float) -> Iterator[int]:
 
 
 def try_flock(handle: int, kind: int) -> bool:
-    """Take a `flock` of this kind if nobody else has it."""
+    """Take a `flock` of this kind if it is free; return whether it was."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -94,26 +93,26 @@ def _flock_patiently(handle: int, path: Path, wait_s: float) -> None:
 
 
 def _unlock_and_close(handle: int) -> None:
-    # Closing alone is not enough: a process forked meanwhile has the descriptor too.
+    # Closing does not release the lock if a process forked meanwhile also has the descriptor.
     fcntl.flock(handle, fcntl.LOCK_UN)
     os.close(handle)
 
 
 class NodeFolder:
-    """A folder `<parent>/kimi-pretrain-cache-<uid>/<name>` that lives as long as a process uses it.
+    """Folder `<parent>/kimi-pretrain-cache-<uid>/<name>` that exists while any process uses it.
 
     Args:
-        parent: an existing folder of this node, normally `SHARED_MEMORY`.
-        name: processes that give the same name share the folder.
-        wait_s: patience with others that come or go at the same time.
+        parent: existing folder of this node, normally `SHARED_MEMORY`.
+        name: processes with the same name share the folder.
+        wait_s: seconds to wait for processes that start or end at the same time.
 
     Attributes:
         path: the folder.
-        first: nobody else used it when this one came.
+        first: True if no other process used the folder when this one opened it.
 
     Raises:
-        OSError: the folder cannot be made here, or it belongs to somebody else.
-        CacheTimeout: somebody held the folder's lock for longer than `wait_s`.
+        OSError: the folder cannot be created here, or belongs to another user.
+        CacheTimeout: another process held the folder's lock for longer than `wait_s`.
     """
 
     def __init__(self, parent: Path, name: str, wait_s: float) -> None:
@@ -124,27 +123,27 @@ class NodeFolder:
             self.first = not self.path.exists()
             self.path.mkdir(mode=0o700, exist_ok=True)
             lease = os.open(self.path, _DIRECTORY)
-            # Cannot block: the exclusive lock is only ever taken by who guards the base.
+            # This cannot block, because only the holder of the base lock takes exclusive locks.
             fcntl.flock(lease, fcntl.LOCK_SH)
-        # Also runs when the process ends in an orderly way without close().
+        # Also runs when the process exits normally without close().
         self._leave = weakref.finalize(self, _leave, base, lease, wait_s)
 
     def close(self) -> None:
-        """Give up the lease; the last one out removes the folder. A second call does nothing."""
+        """Release the lease; the last user removes the folder. A second call does nothing."""
         self._leave()
 
 
 @contextmanager
 def _guarded(base: Path, wait_s: float) -> Iterator[None]:
-    """Hold the exclusive lock on the folder `base` itself; made if missing."""
+    """Hold an exclusive lock on the folder `base` itself, created if missing."""
     while True:
         base.mkdir(mode=0o700, exist_ok=True)
         try:
             handle = os.open(base, _DIRECTORY)
         except FileNotFoundError:
-            continue  # the last user left in between and took it along
+            continue  # the last user has just removed it
         try:
-            # Anybody may write to /dev/shm.
+            # All users can write to /dev/shm.
             check_status(base, os.fstat(handle))
             _flock_patiently(handle, base, wait_s)
             if _same(base, handle):
@@ -162,12 +161,12 @@ def _same(path: Path, handle: int) -> bool:
 
 
 def _remove_unused(base: Path) -> None:
-    """Remove the folders on which nobody holds a lease. Call it under the guard of `base`."""
+    """Remove folders without a lease. The caller must hold the lock on `base`."""
     for child in sorted(base.iterdir()):
         try:
             handle = os.open(child, _DIRECTORY)
         except OSError:
-            continue  # not a folder of ours
+            continue  # not one of our folders
         try:
             if try_flock(handle, fcntl.LOCK_EX):
                 shutil.rmtree(child, ignore_errors=True)
@@ -176,32 +175,32 @@ def _remove_unused(base: Path) -> None:
 
 
 def _leave(base: Path, lease: int, wait_s: float) -> None:
-    # In a forked child this gives up nothing: the lease holds until the parent has closed it too.
+    # A forked child does not release the lease, which holds until the parent closes it too.
     with _guarded(base, wait_s):
         os.close(lease)
         _remove_unused(base)
-        with suppress(OSError):  # others are still here
+        with suppress(OSError):  # other folders are still in use
             base.rmdir()
 
 
 class RangeLocks:
-    """Exclusive locks on ranges of numbers, over all threads and processes that name one file."""
+    """Exclusive locks on number ranges, across all threads and processes that use the same file."""
 
     def __init__(self, path: Path, wait_s: float) -> None:
         self._path, self._wait_s = path, wait_s
 
     @contextmanager
     def hold(self, first: int, count: int, what: str) -> Iterator[bool]:
-        """Hold the numbers [first, first + count); yields whether it had to wait.
+        """Lock the numbers [first, first + count); yield whether it had to wait.
 
         Args:
-            first: below 2^62.
+            first: first number, below 2^62.
             count: at least 1.
-            what: what is waited for, for the error.
+            what: the locked object, for the error.
 
         Raises:
-            CacheTimeout: somebody held one of them for longer than the patience.
-            OSError: the file is gone.
+            CacheTimeout: another holder kept one of the numbers for longer than `wait_s`.
+            OSError: the file cannot be opened.
         """
         handle = os.open(self._path, _LOCK_FILE, 0o600)
         try:
@@ -216,7 +215,7 @@ class RangeLocks:
         def attempt() -> bool:
             try:
                 fcntl.fcntl(handle, fcntl.F_OFD_SETLK, request)
-            except (BlockingIOError, PermissionError):  # systems differ in which one says "held"
+            except (BlockingIOError, PermissionError):  # either may mean that the lock is held
                 return False
             return True
 
@@ -227,7 +226,7 @@ class RangeLocks:
             )
 
         waited = patiently(attempt, self._wait_s, complaint)
-        with suppress(OSError):  # shared memory is full: the lock holds, without a name
+        with suppress(OSError):  # if shared memory is full, the lock still holds, without a name
             os.pwrite(handle, _NOTE.pack(os.getpid()), first % _NOTES * _NOTE.size)
         return waited
 

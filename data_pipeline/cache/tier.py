@@ -1,21 +1,21 @@
-"""Blocks of objects as files in one folder: checksummed, bounded in size, shared by processes.
+"""Cache tier: block files in one folder, with checksums and a size limit, shared by processes.
 
 A block file is a header (format, object, block number, length, XXH3-64 of the payload) and the
-payload. It is written under a temporary name and renamed, so nobody sees half a block by its
-name. Nothing is synced to the disk: after a power cut a block may be short or wrong, and then its
-checksum says so and it is fetched again.
+payload. It is written under a temporary name and renamed, so no reader sees half a block. Files are
+not synced to disk. After a power cut a block may be short or wrong; then its checksum fails and the
+block is fetched again.
 
-The size limit holds over all processes. Who wants to write first adds the size to the number in
-the file `ledger`, under its lock; if that goes over the limit, blocks used least recently go until
-a tenth of the limit is free, so the folder is scanned once per tenth of the limit written. A
-number that a crash left too high is put right by the next scan. Removing a file that others read
-harms nobody: they hold it open.
+The size limit holds over all processes. Before a write, a process adds its size to the number in
+the file `ledger`, under its lock. If the sum exceeds the limit, least recently used blocks are
+evicted until a tenth of the limit is free, so the folder is scanned once per tenth of the limit
+written. If a crash left the number too high, the next scan corrects it. Removing a file that other
+processes read is safe, because they hold it open.
 
-The folder and its files belong to this user alone (`data_pipeline.store.private`): a checksum tells
-nothing about who wrote a block.
+The folder and its files must belong to this user (`data_pipeline.store.private`), because a
+checksum does not show who wrote a block.
 
-A tier never fails its user. What goes wrong is counted, said once, and nothing is written for a
-while; what is there is still read.
+A tier never raises an error to its user. Failures are counted and logged once, and writes pause for
+a while; existing blocks are still read.
 """
 
 import errno
@@ -39,22 +39,22 @@ from data_pipeline.store.private import check_private, private_folder
 
 log = logging.getLogger("data_pipeline.cache.cached_store")
 
-# format, object, block number, length of the payload, checksum; a cache line in all
+# format, object, block number, length of the payload, checksum; 64 bytes in total
 _HEADER = struct.Struct("<8s16sQQQ16x")
 _FORMAT = b"KPBLOCK1"
 _LEDGER = struct.Struct("<Q")
-# Files of other names are never touched: somebody may name a folder that holds other things.
+# Files with other names are never touched, because a user may name a folder with other content.
 _BLOCK_NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{8}\.block")
 _PART_PREFIX = ".part-"
 _PAUSE_S = 60.0
 _VERIFY_PIECE = 256 << 10
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-# These say nothing about the block that was to be opened.
+# These errors do not concern the block itself, so it is kept.
 _SHORTAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class BlockId(NamedTuple):
-    """Which bytes: 16 bytes that stand for the object's version, block number, payload length."""
+    """Identity of a block: 16-byte hash of the object's version, block number, payload length."""
 
     object: bytes
     number: int
@@ -62,20 +62,20 @@ class BlockId(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of its file."""
+        """File name of the block."""
         return f"{self.object.hex()}-{self.number:08x}.block"
 
 
 class OpenBlock:
-    """A checked block, open in this process; reads go on after its file was removed.
+    """A verified block, open in this process; it stays readable after its file is removed.
 
-    Read by call and not through a map: that would turn an error of the disk into the process's
-    death, and from shared memory a 40 kB read is no faster (26 us either way).
+    Reads use `pread` instead of a memory map, where a disk error would kill the process. From
+    shared memory, a 40 kB read takes 26 us either way.
 
     Attributes:
-        tier: name of the tier it lies in.
-        length: bytes of payload.
-        used: set by the reader, cleared by who looks after the open blocks.
+        tier: name of the block's tier.
+        length: payload length in bytes.
+        used: set by readers, cleared by `look_after`.
     """
 
     __slots__ = ("_handle", "_path", "length", "tier", "used")
@@ -89,10 +89,10 @@ class OpenBlock:
             os.close(self._handle)
 
     def read(self, start: int, stop: int) -> bytes:
-        """A copy of payload[start:stop], where 0 <= start <= stop <= length.
+        """Return a copy of payload[start:stop], where 0 <= start <= stop <= length.
 
         Raises:
-            OSError: the file can no longer be read, or lost bytes.
+            OSError: the file is no longer readable, or was truncated.
         """
         data = os.pread(self._handle, stop - start, start + _HEADER.size)
         if len(data) != stop - start:
@@ -100,7 +100,7 @@ class OpenBlock:
         return data
 
     def look_after(self) -> bool:
-        """Mark the block as used if it was, for eviction; False if its file is gone."""
+        """Update the file's time of use for eviction; return False if the file is gone."""
         used, self.used = self.used, False
         try:
             if used:
@@ -109,21 +109,22 @@ class OpenBlock:
         except FileNotFoundError:
             return False
         except OSError:
-            return True  # may be read and not changed
+            return True  # the file is readable, but its times cannot be changed
 
 
 class Tier:
-    """The block files of one folder.
+    """Block files in one folder.
 
     Args:
         name: "memory" for a folder in shared memory, or "disk".
-        folder: made if missing; where many share it (mode 1777), a folder of one's own inside.
-        limit: bytes of all block files together, headers included.
-        wait_s: patience with other processes that hold the ledger.
+        folder: the folder, created if missing; in a shared folder (mode 1777), a subfolder of this
+            user is used.
+        limit: maximum size of all block files in bytes, including headers.
+        wait_s: seconds to wait for other processes that hold the ledger.
 
     Attributes:
-        evicted, corrupt, failures: blocks removed for room, blocks dropped because their bytes
-            were not right, and operations that the system refused; of this process.
+        evicted, corrupt, failures: this process's counts of blocks removed for space, of blocks
+            dropped because of wrong bytes, and of failed file operations.
     """
 
     def __init__(self, name: str, folder: Path, limit: int, wait_s: float) -> None:
@@ -140,11 +141,11 @@ class Tier:
 
     @property
     def writable(self) -> bool:
-        """False for a while after a write failed."""
+        """True, except for a while after a failed write."""
         return time.monotonic() >= self._paused_until
 
     def open(self, block: BlockId) -> OpenBlock | None:
-        """The block, checked whole; None if it is not here, or was dropped as corrupt."""
+        """Return the block after verifying it; None if it is missing or was dropped as corrupt."""
         path = os.path.join(self.folder, block.name)
         try:
             handle = os.open(path, _READ)
@@ -160,7 +161,7 @@ class Tier:
                 self.drop(block)
                 return None
             with suppress(OSError):
-                os.utime(handle)  # last use, which eviction goes by
+                os.utime(handle)  # time of last use, for eviction
             return OpenBlock(self.name, path, block.length, handle)
         except OSError as error:
             self._trouble(error)
@@ -171,7 +172,7 @@ class Tier:
             os.close(handle)
 
     def put(self, block: BlockId, payload: memoryview) -> bool:
-        """Write the block unless it is here; whether it is here now. `payload` has its length."""
+        """Write the block unless it exists; return whether it exists now."""
         if not self.writable:
             return False
         try:
@@ -189,7 +190,7 @@ class Tier:
         return True
 
     def drop(self, block: BlockId) -> None:
-        """Remove the block if it is here. The ledger learns of it at the next scan."""
+        """Remove the block if it exists. The next scan updates the ledger."""
         try:
             os.unlink(os.path.join(self.folder, block.name))
         except FileNotFoundError:
@@ -198,7 +199,7 @@ class Tier:
             self._trouble(error)
 
     def sweep(self) -> None:
-        """Remove what dead writers left, put the ledger right and bring the size to the limit."""
+        """Remove files of dead writers, correct the ledger and evict down to the limit."""
         try:
             with self._ledger() as ledger:
                 _write_number(ledger, self._evict(self._limit))
@@ -207,15 +208,15 @@ class Tier:
 
     @contextmanager
     def _ledger(self) -> Iterator[int]:
-        check_private(self.folder)  # each time: it may not have been so, or be another by now
+        check_private(self.folder)  # each time, because rights or the folder may have changed
         with locked_file(self.folder / "ledger", self._wait_s) as handle:
             yield handle
 
     def _reserve(self, ledger: int, size: int) -> tuple[int, str] | None:
-        """Count `size` bytes and make a temporary file for them; None if there is no room.
+        """Reserve `size` bytes and make a temporary file for them; return None if there is no room.
 
-        The file is locked by its writer and has its final length from the start, so that a scan
-        counts it in full and knows a dead writer's file. Both need the ledger's lock held here.
+        The writer locks the file and sets its final length at once, so that a scan counts it in
+        full and recognises files of dead writers. The caller must hold the ledger's lock.
         """
         number = os.pread(ledger, _LEDGER.size, 0)
         used = _LEDGER.unpack(number)[0] if len(number) == _LEDGER.size else self._limit
@@ -223,7 +224,7 @@ class Tier:
             used = self._evict(self._limit * 9 // 10 - size)
             if used + size > self._limit:
                 _write_number(ledger, used)
-                return None  # others are writing that much at this moment
+                return None  # other processes are writing that much now
         handle, temporary = tempfile.mkstemp(prefix=_PART_PREFIX, dir=self.folder)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
@@ -237,14 +238,14 @@ class Tier:
     def _write(
         self, handle: int, temporary: str, path: str, block: BlockId, payload: memoryview
     ) -> None:
-        """Fill the temporary file, give it its name, close it."""
+        """Fill the temporary file, rename it to its final name and close it."""
         try:
             head = _HEADER.pack(_FORMAT, *block, xxh3_64_intdigest(payload))
             for offset, data in ((0, memoryview(head)), (len(head), payload)):
                 done = 0
-                while done < len(data):  # a nearly full disk takes a part first
+                while done < len(data):  # a nearly full disk may accept only a part
                     done += os.pwrite(handle, data[done:], offset + done)
-            with self._ledger():  # a scan must see it under one of its two names
+            with self._ledger():  # a scan must see the file under one of its two names
                 os.rename(temporary, path)
         except BaseException:
             _abandon(handle, temporary)
@@ -252,7 +253,7 @@ class Tier:
         os.close(handle)
 
     def _evict(self, target: int) -> int:
-        """Remove blocks used least recently until `target` bytes are left; what is left."""
+        """Evict least recently used blocks down to `target` bytes; return the remaining bytes."""
         used, found = 0, list[tuple[int, str, int]]()
         with os.scandir(self.folder) as entries:
             for entry in entries:
@@ -261,7 +262,7 @@ class Tier:
                     continue
                 if not block and _remove_dead(entry.path):
                     continue
-                with suppress(FileNotFoundError):  # a writer has renamed it, a reader dropped it
+                with suppress(FileNotFoundError):  # another process renamed or dropped it
                     status = entry.stat(follow_symlinks=False)
                     used += status.st_size
                     if block:
@@ -277,7 +278,7 @@ class Tier:
         return used
 
     def _pause(self, error: Exception) -> None:
-        """Write nothing for a while; give way where the disk is full, so that later writes fit."""
+        """Pause writes for a while; on a full disk, also evict blocks so that later writes fit."""
         self._trouble(error)
         self._paused_until = time.monotonic() + _PAUSE_S
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -299,7 +300,7 @@ class Tier:
 
 
 def _sound(handle: int, block: BlockId) -> bool:
-    """Whether the file holds exactly this block, and this user wrote it."""
+    """Return whether the file holds exactly this block and belongs to this user."""
     status = os.fstat(handle)
     if status.st_uid != os.getuid() or status.st_size != _HEADER.size + block.length:
         return False
@@ -332,9 +333,9 @@ def _write_number(ledger: int, used: int) -> None:
 
 
 def _remove_dead(part: str) -> bool:
-    """Remove a temporary file whose writer is gone; whether it is gone.
+    """Remove a temporary file if its writer is dead; return whether the file is gone.
 
-    Under the ledger's lock, under which writers lock a new file and rename it.
+    Call it under the ledger's lock, which writers hold while they lock or rename a file.
     """
     try:
         handle = os.open(part, _READ)

@@ -1,1 +1,1 @@
-"""From metadata alone to the rows of every step: order, blend, sizes, packing."""
+"""Plans the rows of every step from metadata only: order, blend, sizes, packing."""

@@ -1,17 +1,17 @@
-"""Which source a position of the stream draws from: exact shares at every position.
+"""Assigns a source to each position of the stream, with exact shares at every position.
 
-Since the shares last changed, at no position has a source been drawn a whole draw more or less
-often than its share of the draws. This is just-in-time sequencing (Tijdeman, "The chairman
-assignment problem", 1980; Steiner and Yeomans, 1993): each draw of a source has a first and a last
-position at which that stays true, and taking the draw with the nearest last position keeps every
-one. Largest remainders block by block would lose small sources (a quota below half a draw rounds to
-nothing for ever).
+Since the last change of shares, the number of draws of each source differs from its share by less
+than one draw at every position. This is just-in-time sequencing (Tijdeman, "The chairman assignment
+problem", 1980; Steiner and Yeomans, 1993). Each draw of a source has a first and a last position at
+which this holds, and always choosing the draw with the earliest last position satisfies all bounds.
+Largest remainders per block would lose small sources, because a quota below half a draw always
+rounds to zero.
 
-Weights are whole numbers of UNITS, so that the sequence repeats after UNITS draws: it is computed
-once and any position is a table lookup. Which *samples* the draws are is keyed by the seed
-(`plan.order`); the sequence of sources needs no chance: it follows from the weights.
+Weights are whole numbers that sum to UNITS, so the sequence repeats after UNITS draws. It is
+computed once, and any position is a table lookup. The seed decides which *samples* are drawn
+(`plan.order`); the sequence of sources is deterministic and follows from the weights.
 
-A change of shares appends a segment {start, weights}; what lies before `start` never changes.
+A change of shares appends a segment {start, weights}; positions before `start` never change.
 """
 
 import heapq
@@ -28,12 +28,12 @@ UNITS = 1 << 18  # resolution of a weight: 4 draws in a million
 
 @dataclass(frozen=True)
 class Segment:
-    """One stretch of the stream with constant weights.
+    """Segment of the stream with constant weights.
 
     Attributes:
-        start: its first position.
-        weights: draws of each source in UNITS draws; they sum to UNITS.
-        counts: draws of each source before `start`.
+        start: first position of the segment.
+        weights: number of draws of each source per UNITS draws; they sum to UNITS.
+        counts: number of draws of each source before `start`.
     """
 
     start: int
@@ -43,7 +43,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class SourceTotals:
-    """What one epoch of a source delivers: draws, tokens, and media tokens among them."""
+    """Number of draws, tokens and media tokens in one epoch of a source."""
 
     name: str
     samples: int
@@ -54,10 +54,10 @@ class SourceTotals:
 def append_segment(
     segments: Sequence[Segment], start: int, weights: Sequence[int]
 ) -> tuple[Segment, ...]:
-    """Return the segments with one more that begins at `start` (0 for the first one).
+    """Return the segments with a new one that begins at `start` (0 for the first segment).
 
     Raises:
-        ValueError: weights that are not UNITS in sum, or a start that is not after the last one.
+        ValueError: the weights do not sum to UNITS, or `start` is not after the last start.
     """
     if sum(weights) != UNITS or min(weights) < 0:
         raise ValueError(f"weights {tuple(weights)} must be 0 or more and sum to {UNITS}")
@@ -77,7 +77,7 @@ def append_segment(
 def blend(
     positions: ArrayLike, segments: Sequence[Segment]
 ) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-    """Return (source int16 [n], draw number int64 [n]) of positions [n] >= 0, in any order."""
+    """Return source, int16 [n], and draw number, int64 [n], of positions [n] >= 0 in any order."""
     places = np.asarray(positions, np.int64).ravel()
     if places.size and places.min() < 0:
         raise ValueError(f"position {places.min()} is negative")
@@ -99,7 +99,7 @@ def blend(
 
 
 def counts_before(position: int, segments: Sequence[Segment]) -> NDArray[np.int64]:
-    """Return the draws of each source in positions 0..position-1, int64 [sources]."""
+    """Return the number of draws of each source in positions 0..position-1, int64 [sources]."""
     segment = [s for s in segments if s.start <= position][-1]
     cycle, place = divmod(position - segment.start, UNITS)
     counts = np.array(segment.counts, np.int64) + cycle * np.array(segment.weights, np.int64)
@@ -110,7 +110,7 @@ def counts_before(position: int, segments: Sequence[Segment]) -> NDArray[np.int6
 
 
 def position_of(source: int, draw: int, segment: Segment) -> int:
-    """Return the position of a source's draw in a segment that has the source (and never ends)."""
+    """Return the position of a draw of `source`, which `segment` must hold; its end is ignored."""
     cycle, rank = divmod(draw - segment.counts[source], segment.weights[source])
     sources, _ = _cycle(segment.weights)
     place = np.flatnonzero(sources == source)[rank]
@@ -119,19 +119,20 @@ def position_of(source: int, draw: int, segment: Segment) -> int:
 
 @lru_cache(maxsize=64)
 def _cycle(weights: tuple[int, ...]) -> tuple[NDArray[np.int16], NDArray[np.int32]]:
-    """Return one cycle: source int16 [UNITS], and its how-many-th draw int32 [UNITS].
+    """Return one cycle: source, int16 [UNITS], and the draw's number within it, int32 [UNITS].
 
-    After t positions a source of weight w may have been drawn more than w * t / UNITS - 1 times and
-    fewer than w * t / UNITS + 1 times. So its draw k is released at position k * UNITS // w and due
-    by position ceil((k + 1) * UNITS / w) - 1; the earliest due among the released is taken.
+    After t positions a source of weight w must have been drawn more than w * t / UNITS - 1 times
+    and fewer than w * t / UNITS + 1 times. So its draw k is released at position k * UNITS // w and
+    due by position ceil((k + 1) * UNITS / w) - 1. Each position takes the earliest due draw among
+    the released ones.
     """
     owner = np.repeat(np.arange(len(weights)), weights)
     rank = np.concatenate([np.arange(w) for w in weights])
     weight = np.array(weights, np.int64)[owner]
     released = rank * UNITS // weight
     due = -(-(rank + 1) * UNITS // weight)
-    order = np.argsort(released, kind="stable")  # equal releases by source
-    # One integer holds due date and source: ties go to the lower source.
+    order = np.argsort(released, kind="stable")  # equal releases are ordered by source
+    # One integer combines due position and source, so ties go to the lower source.
     tickets = (due[order] * len(weights) + owner[order]).tolist()
     ready: list[int] = []
     taken: list[int] = []
@@ -154,12 +155,11 @@ def _cycle(weights: tuple[int, ...]) -> tuple[NDArray[np.int16], NDArray[np.int3
 def weights_for_ratio(
     totals: Sequence[SourceTotals], shares: Sequence[float], vision_token_ratio: float | None
 ) -> tuple[int, ...]:
-    """Return draw weights (whole numbers of UNITS) that give the wanted shares of tokens.
+    """Return draw weights (integers that sum to UNITS) that give the requested token shares.
 
-    A source of share 0 is not drawn. With a ratio, shares are token shares inside two groups,
-    sources with media tokens and sources without, and the groups are weighted so that expected
-    media tokens over expected tokens equal the ratio. Without one, shares are token shares over all
-    sources.
+    A source with share 0 is not drawn. With a ratio, shares are token shares inside two groups,
+    sources with and without media tokens, and the groups are weighted so that expected media tokens
+    over expected tokens equal the ratio. Without a ratio, shares are token shares over all sources.
 
     Raises:
         ValueError: the ratio cannot be reached (the message gives the reachable range), or a
@@ -170,8 +170,8 @@ def weights_for_ratio(
         raise ValueError("no source is left to draw from")
     if vision_token_ratio is not None:
         parts = _grouped_shares(totals, parts, Fraction(vision_token_ratio))
-    # Tokens per draw turn token shares into draw shares. Exact fractions: no float sum here may
-    # round differently on another machine.
+    # Tokens per draw convert token shares into draw shares. Fractions are exact, so no machine
+    # rounds differently.
     draws = [part * t.samples / t.tokens for part, t in zip(parts, totals)]
     weights = apportion(draws, UNITS)
     for total, part, weight in zip(totals, parts, weights):
@@ -214,7 +214,7 @@ def _grouped_shares(
 
 
 def apportion(shares: Sequence[Fraction], total: int) -> tuple[int, ...]:
-    """Split `total` in proportion to `shares` by largest remainders; ties go to the earlier."""
+    """Divide `total` in proportion to `shares` by largest remainders; ties favor earlier shares."""
     whole = sum(shares, Fraction(0))
     exact = [share / whole * total for share in shares]
     counts = [int(e) for e in exact]

@@ -1,7 +1,8 @@
-"""When a run ends that has a budget of tokens: a function of the planner's states alone.
+"""Computes the last step of a run with a token budget, from the planner's states only.
 
-Each state counts the tokens of the steps before it (`tokens`: text, vision; padding apart, unusable
-samples as planned), so every rank and every resume knows which step is the last when it is planned.
+Each state counts the tokens of the steps before it (`tokens`: text, vision; without padding, with
+unusable samples as planned). So every rank and every resume agrees on the last step when that step
+is planned.
 """
 
 import math
@@ -12,12 +13,12 @@ from typing import Any
 from data_pipeline.config import TokenBudget
 from data_pipeline.plan.planner import DataUsedUp, Planner, State
 
-_WINDOWS = 32  # planned at most to find an end
-_SURE = 0.99  # of what is expected
+_WINDOWS = 32  # maximum number of windows planned to find an end
+_SURE = 0.99  # fraction of the expected values that is safe to assume
 
 
 def used_up(budget: TokenBudget | None, state: Mapping[str, Any]) -> str | None:
-    """Return which tokens of the budget are used up before a state's step; None: there are some."""
+    """Return which budget is used up before a state's step; None if tokens are left."""
     for (kind, most), used in zip(_limits(budget), state["tokens"] or ()):
         if most is not None and used >= most:
             return f"data.budget.{kind}={most:,} tokens are used up ({used:,})"
@@ -31,14 +32,14 @@ def _limits(budget: TokenBudget | None) -> tuple[tuple[str, int | None], ...]:
 
 @dataclass(frozen=True)
 class BudgetEnd:
-    """Where a budget ends a run.
+    """End of a run with a token budget.
 
     Attributes:
-        step: the last one, counted from 1 of the run, or of the stages of one optimizer.
-        exact: whether all steps were planned; otherwise it follows from those that were.
-        tokens: text and vision tokens of all steps that the budget counts, up to it.
-        before: those of them that were used before this start.
-        reason: which budget is used up, or that the data ends before.
+        step: last step, counted from 1 over the run, or over the stages that share an optimizer.
+        exact: True if all steps were planned; otherwise the step is an estimate.
+        tokens: text and vision tokens up to that step, over all steps that the budget counts.
+        before: the part of `tokens` used before this start.
+        reason: which budget is used up, or why the data ends earlier.
     """
 
     step: int
@@ -58,13 +59,13 @@ class BudgetEnd:
 
 
 def budget_end(planner: Planner, most_windows: int = _WINDOWS) -> BudgetEnd | None:
-    """Return where `data.budget` ends a run that goes on from the planner's state; None: nowhere.
+    """Return the end that `data.budget` sets for a run from the planner's state; None without one.
 
-    No data are read. Up to `most_windows` windows are planned as the run will; what is left after
-    them follows from the shares of the stages and from how these filled their rows.
+    No data is read. Up to `most_windows` windows are planned exactly. The rest is estimated from
+    the shares of the stages and from the tokens per step in the planned windows.
 
     Raises:
-        ValueError: no sample holds tokens of which there is a budget.
+        ValueError: no sample has tokens of the kind that the budget limits.
     """
     if planner.config.budget is None:
         return None
@@ -80,14 +81,14 @@ def budget_end(planner: Planner, most_windows: int = _WINDOWS) -> BudgetEnd | No
 
 
 def end_state(planner: Planner, steps: int, most_windows: int = _WINDOWS) -> State:
-    """Return the state in which a run of at most `steps` ends that goes on from the planner's.
+    """Return the final state of a run of at most `steps` steps from the planner's state.
 
-    As `budget_end` finds its end. Where not all steps were planned, the numbers are a hundredth
-    below those that are expected, but for a budget that is used up then: what refuses to go on
-    from this state refuses that of the end.
+    The end is found as in `budget_end`. If not all steps are planned, the numbers are 1% below the
+    expected values, except for a used-up budget. So a check that refuses to continue from this
+    state also refuses the real final state.
 
     Raises:
-        ValueError: as `budget_end`.
+        ValueError: as in `budget_end`.
     """
     first = planner.state_dict()
     state, reason = _planned(planner, steps, most_windows)
@@ -113,7 +114,7 @@ def end_state(planner: Planner, steps: int, most_windows: int = _WINDOWS) -> Sta
 
 
 def _planned(planner: Planner, steps: float, most_windows: int) -> tuple[State, str | None]:
-    """Return the state after so many windows, or at the end before that, and why it is one."""
+    """Return the state after `most_windows` windows, or an earlier end with its reason."""
     budget, first = planner.config.budget, planner.state_dict()
     state = first
     while (reason := used_up(budget, state)) is None:
@@ -129,16 +130,16 @@ def _planned(planner: Planner, steps: float, most_windows: int) -> tuple[State, 
 
 
 def _pair(state: Mapping[str, Any]) -> tuple[int, int]:
-    text, vision = state["tokens"] or (0, 0)  # None: of an earlier version, without a budget
+    text, vision = state["tokens"] or (0, 0)  # None: written by a version without token counts
     return text, vision
 
 
 def _expected(
     planner: Planner, state: Mapping[str, Any], until: float = math.inf
 ) -> tuple[tuple[int, int], str, float]:
-    """Return the text and vision tokens of a whole run, why it ends, and at which position.
+    """Return text and vision tokens of a whole run, the reason for its end, and its last position.
 
-    Those after the state by the shares of the stages to come. `until`: ends no later.
+    Tokens after the state are estimated from the shares of the stages. `until` is the latest end.
     """
     mixture, totals = planner.mixture_of(state), planner.totals
     budget, at = planner.config.budget, state["window"] * planner.config.pack_window
@@ -171,7 +172,7 @@ def _expected(
 
 
 def budget_notices(end: BudgetEnd | None, steps: int) -> list[str]:
-    """Return what a person should know of a run's budget and its `steps`, in lines."""
+    """Return notices for the user on a run's budget and its `steps`, one line each."""
     if end is None:
         return []
     if steps < end.step:
@@ -180,5 +181,5 @@ def budget_notices(end: BudgetEnd | None, steps: int) -> list[str]:
 
 
 def last_step(end: BudgetEnd | None, steps: int) -> int:
-    """Return the last step of a run of at most `steps`; about, where the budget's end is so."""
+    """Return the last step of a run of at most `steps`; an estimate if the budget's end is one."""
     return steps if end is None else min(steps, end.step)

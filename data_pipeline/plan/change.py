@@ -1,13 +1,13 @@
-"""Other shares and new sources in the middle of a run: the past stays, the rest is the new mixture.
+"""Changes mixture weights or adds sources mid-run without changing the rows already drawn.
 
-`change` takes the state in which a run was saved over to a planner of another configuration. What
-was handed out stays as it was, and the window in progress is finished with its own shares; the next
-window, which no one has begun, is the first of the new mixture. All of it is a function of state
-and configuration, so every rank comes to the same, and so does every restart from that state.
+`change` moves a saved state of a run to a planner with another configuration. Rows already drawn
+stay the same, and the window in progress is finished with its old shares. The next window is the
+first with the new mixture. The result is a function of state and configuration, so every rank and
+every restart from that state agrees.
 
-Sources are numbered by their names. A new one moves the numbers of others, so what a state says by
-number is numbered anew: of a source that was not there the past drew nothing. A source from which
-the past drew stays part of the run: left out of the shares, it stands under `data.past_sources`.
+Sources are numbered by sorted name, so a new source shifts the numbers of others, and `change`
+renumbers the state's fields. A source that earlier steps drew from stays part of the run. If it is
+no longer in the shares, it must be listed under `data.past_sources`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,13 +21,13 @@ from data_pipeline.plan.state import blend_segments_of, packing_of
 
 
 class Change(NamedTuple):
-    """Where another mixture begins.
+    """Start of a new mixture.
 
     Attributes:
-        step: the first one, counted from 1, with rows of it.
-        position: of the stream, a border of a window.
-        sources: names of those that are new.
-        shares: source -> its share of the draws from there on.
+        step: first step, counted from 1, with rows of the new mixture.
+        position: position in the stream, at a window boundary.
+        sources: names of the new sources.
+        shares: source -> share of the draws from there on.
     """
 
     step: int
@@ -45,15 +45,15 @@ class Change(NamedTuple):
 
 
 def change(planner: Planner, state: Mapping[str, Any]) -> Change | None:
-    """Have a planner begin with a state of another configuration; None: nothing is to be changed.
+    """Load a state of another configuration into a planner; return None if nothing changes.
 
     Args:
-        planner: of the configuration from now on; `state_dict` returns the state then.
-        state: as a checkpoint of the run has it.
+        planner: planner of the new configuration; its `state_dict` returns the new state then.
+        state: state from a checkpoint of the run.
 
     Raises:
-        ValueError: a source of the past is not there, or other data, or something else than shares
-            and sources differs; nothing was changed.
+        ValueError: a past source is missing or holds other data, or something other than shares
+            and sources differs; the planner is unchanged.
     """
     here = planner.state_dict()
     _check_past(state, here["sources"])
@@ -61,7 +61,7 @@ def change(planner: Planner, state: Mapping[str, Any]) -> Change | None:
     carried |= {"manifest": here["manifest"], "sources": here["sources"]}
     augment = {k: v for k, v in planner.config.augment.items() if k in state["sources"]}
     if state["packing"] == packing_of(planner.config.replace(augment=augment)):
-        carried["packing"] = here["packing"]  # augmentation of new sources alone is new
+        carried["packing"] = here["packing"]  # only the augmentation of new sources differs
     new = sorted({*planner.config.source_names} - {*state["sources"]})
     if not new:
         with suppress(OtherShares):
@@ -71,7 +71,7 @@ def change(planner: Planner, state: Mapping[str, Any]) -> Change | None:
     planner.load_state_dict(moved)
     position, weights = blend_segments_of(moved)[-1]
     step = state["step"] + 1 + planner.rows_left(moved) // planner.config.rows_per_step
-    # One that was decided on and had not begun never does.
+    # Drop an earlier change that has not begun: this one replaces it.
     before = [one for one in moved.get("changes", ()) if one[1] < position]
     planner.load_state_dict(moved | {"changes": [*before, [step, position, new]]})
     whole = sum(weights)
@@ -81,11 +81,11 @@ def change(planner: Planner, state: Mapping[str, Any]) -> Change | None:
 
 
 def renumbered(state: Mapping[str, Any], names: Sequence[str]) -> State:
-    """Return a state whose sources have other numbers.
+    """Return a state with its sources renumbered.
 
     Args:
-        state: of any version; one that does not name its sources is returned as it is.
-        names: of all sources by their numbers: those of the state, and perhaps more.
+        state: state of any version; a state without source names is returned unchanged.
+        names: all source names in the new order, including those of the state.
     """
     number = [names.index(name) for name in sorted(state.get("sources", ()))]
     if number in ([], [*range(len(names))]):
@@ -96,10 +96,10 @@ def renumbered(state: Mapping[str, Any], names: Sequence[str]) -> State:
 
 
 def _check_past(state: Mapping[str, Any], here: Mapping[str, str]) -> None:
-    """Refuse a state of which a source is not here, or holds other data.
+    """Refuse a state if one of its sources is missing or holds other data.
 
     Args:
-        here: name -> content of the sources, as a state has them.
+        here: name -> content of this run's sources, as in a state.
     """
     then = state.get("sources")
     if not isinstance(then, Mapping):
@@ -122,7 +122,7 @@ def _check_past(state: Mapping[str, Any], here: Mapping[str, str]) -> None:
 
 
 def _spread(values: Sequence[int], number: Sequence[int], count: int) -> list[int]:
-    """Return values by their new numbers, 0 for those that had none."""
+    """Return values at their new numbers; 0 for new sources."""
     found = [0] * count
     for at, value in zip(number, values, strict=True):
         found[at] = value

@@ -7,11 +7,11 @@ from numpy.typing import NDArray
 def gather_rows(
     ptr: NDArray[np.int64], rows: NDArray[np.integer]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return (indices of the chosen rows' values int64 [k], their own ptr int64 [n + 1]).
+    """Return the indices of the chosen rows' values, int64 [k], and a new ptr, int64 [n + 1].
 
     Args:
         ptr: int64 [N + 1].
-        rows: [n] row numbers, in any order, repeats allowed.
+        rows: [n] row numbers in any order; repeats are allowed.
     """
     first = ptr[rows]
     count = ptr[np.asarray(rows) + 1] - first
@@ -22,6 +22,6 @@ def gather_rows(
 def row_sums(
     values: NDArray[np.integer] | NDArray[np.bool_], ptr: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Return the sum of each row, int64 [n]; an empty row has 0."""
+    """Return the sum of each row, int64 [n]; 0 for an empty row."""
     running = np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
     return running[ptr[1:]] - running[ptr[:-1]]

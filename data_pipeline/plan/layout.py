@@ -1,7 +1,7 @@
-"""How many tokens a sample takes and where its media stand, for many samples at once.
+"""Computes the token counts of samples and the positions of their media, for many samples at once.
 
 A sample is [bos] pieces [eos]; a media item is its prefix, one pad per embedding, and one closing
-token. Sizes come from the index and `moonvit3d.geometry`, so no byte of data is read to know them.
+token. Sizes come from the index and `moonvit3d.geometry`, without reading any data.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from data_pipeline.index.columns import PIECE_ITEM, SourceIndex
 from data_pipeline.plan.csr import gather_rows, row_sums
 from moonvit3d.geometry import PatchLimits, grids, num_tokens
 
-# Below this many patches (16 tokens) a picture is no longer worth reading.
+# An image with fewer patches (64 patches are 16 tokens) is too small to be useful.
 MIN_PATCHES = 64
 
 
@@ -24,8 +24,8 @@ class Layout:
     Attributes:
         length: int64 [n] tokens of each sample, bos and eos included.
         vision: int64 [n] media-pad tokens of each sample.
-        item_ptr: int64 [n + 1] where each sample's items begin in the columns below.
-        item: int64 [m] line of the item in the index.
+        item_ptr: int64 [n + 1] first item of each sample in the columns below, and the end.
+        item: int64 [m] row of the item in the index.
         tokens: int32 [m] media-pad tokens of each item.
         start: int32 [m] first media-pad token of the item, counted from its sample's bos.
         grid: int32 [m, 3] frames, rows and columns of patches.
@@ -40,7 +40,7 @@ class Layout:
     grid: NDArray[np.int32]
 
     def of(self, samples: NDArray[np.integer]) -> "Layout":
-        """Return the layout of some of the samples, by their place in this one."""
+        """Return the layout of some samples, given by their index in this layout."""
         at, ptr = gather_rows(self.item_ptr, samples)
         return Layout(
             self.length[samples],
@@ -55,11 +55,11 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class Changes:
-    """What chance makes of n samples, for their pieces and items in order.
+    """Sizes of the pieces and items of n samples after augmentation, in order.
 
     Attributes:
-        piece_tokens: int64 [pieces] tokens of each piece as it is drawn.
-        height, width: int64 [items] pixels of each item as it is drawn.
+        piece_tokens: int64 [pieces] tokens of each piece.
+        height, width: int64 [items] size of each item in pixels.
     """
 
     piece_tokens: NDArray[np.int64]
@@ -68,9 +68,9 @@ class Changes:
 
 
 def limits_at(limits: PatchLimits, level: int) -> PatchLimits:
-    """Return the patch limits at a shrink level: nine tenths of the level before.
+    """Return the patch limits at a shrink level; each level has nine tenths of the one before.
 
-    A limit stays at MIN_PATCHES once it is there, or where it was if it was below.
+    Limits do not fall below MIN_PATCHES; a limit that starts lower stays as it is.
     """
     image, frame = (
         max(min(MIN_PATCHES, value), value * 9**level // 10**level)
@@ -80,7 +80,7 @@ def limits_at(limits: PatchLimits, level: int) -> PatchLimits:
 
 
 def num_levels(limits: PatchLimits) -> int:
-    """Return the last level, beyond which nothing shrinks any more."""
+    """Return the last level; higher levels do not shrink the limits further."""
     level = 0
     while limits_at(limits, level) != limits_at(limits, level + 1):
         level += 1
@@ -94,14 +94,14 @@ def lay_out(
     level: NDArray[np.integer],
     changes: Changes | None = None,
 ) -> Layout:
-    """Lay samples out under the patch limits.
+    """Return the layout of samples under the patch limits.
 
     Args:
-        index: their source.
-        limits: how far pictures are scaled down.
+        index: index of the source.
+        limits: patch limits to which images and frames are scaled down.
         samples: [n] sample numbers.
-        level: [n] shrink level of each sample's media, 0 for the limits as they are.
-        changes: what augmentation makes of these samples; None leaves them as stored.
+        level: [n] shrink level of each sample's media; 0 leaves the limits unchanged.
+        changes: sizes of these samples after augmentation; None uses the stored sizes.
     """
     pieces, piece_ptr = gather_rows(index.piece_ptr, samples)
     items, item_ptr = gather_rows(index.item_ptr, samples)

@@ -1,11 +1,11 @@
-"""The blend of a whole training: stages of shares, and sources that have been seen often enough.
+"""Blend of a whole training run: stages with different shares, and limits on epochs.
 
-    config (shares, schedule, max_epochs) + what each source delivers -> segments of the blend
+    config (shares, schedule, max_epochs) + totals of each source -> segments of the blend
 
-Everything follows from the config and the indices, before the first step: where a stage begins (in
-expected tokens of the stream) and where a source reaches its last epoch are positions in closed
-form. Both take effect at the border of a packing window, since a window is packed as a whole; a
-source stops at the last border at which it has not gone beyond its epochs.
+Everything follows from the config and the indices before the first step. The start of a stage (in
+expected tokens of the stream) and the end of a source's last epoch are positions in closed form.
+Both take effect at the boundary of a packing window, because a window is packed as a whole. A
+source stops at the last boundary before it would exceed its epochs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,17 +26,17 @@ from data_pipeline.plan.blend import (
 
 
 class OtherShares(ValueError):
-    """A state in which a run went on with other shares than the config has there."""
+    """The state's shares differ from those of the config at that position."""
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """The blend from the first position to `end`.
+    """Blend from the first position to `end`.
 
     Attributes:
-        segments: stretches of constant weights, each beginning at a window's border.
-        end: the position at which the data is used up, None if it never is.
-        reason: why it ends there.
+        segments: segments with constant weights, each starting at a window boundary.
+        end: position at which the data is used up; None if never.
+        reason: why the data ends there.
     """
 
     segments: tuple[Segment, ...]
@@ -45,22 +45,22 @@ class Mixture:
 
 
 class Mixer:
-    """Works out mixtures for one config.
+    """Calculator of mixtures for one config.
 
     Args:
         config: shares, schedule and limits.
-        totals: what each source delivers, in the order of `config.source_names`.
-        units: draws of one epoch of each source.
+        totals: totals of each source, in the order of `config.source_names`.
+        units: number of draws in one epoch of each source.
     """
 
     def __init__(self, config: DataConfig, totals: Sequence[SourceTotals], units: Sequence[int]):
         self._names, self._past = config.source_names, {*config.past_sources}
         self._window = config.pack_window
         self._totals = tuple(totals)
-        # What stages are counted in: all tokens, or those of the one kind that has a budget.
+        # Stages count all tokens, or only the kind of tokens that has a budget.
         counted = [count_of(config, total) for total in totals]
         self._tokens = [Fraction(n, total.samples) for n, total in zip(counted, totals)]
-        # The draws after which a source is used up.
+        # Number of draws after which a source is used up.
         self._caps = [
             int(Fraction(str(config.max_epochs[name])) * n) if name in config.max_epochs else None
             for name, n in zip(self._names, units)
@@ -76,14 +76,14 @@ class Mixer:
         self._ratio = config.vision_token_ratio
 
     def mixture(self, past: Sequence[Segment] = (), start: int = 0) -> Mixture:
-        """Return the past and what this config makes of the stream from `start` on.
+        """Return the past segments followed by this config's segments from `start` on.
 
         Args:
-            past: segments before `start`, of whatever config.
-            start: a border of a window, at or after which nothing was handed out yet.
+            past: segments before `start`, of any config.
+            start: window boundary from which on nothing has been drawn yet.
 
         Raises:
-            ValueError: the shares of the stage at `start` cannot be had.
+            ValueError: the shares of the stage at `start` are impossible.
         """
         segments = tuple(past)
         while True:
@@ -98,10 +98,10 @@ class Mixer:
             start = following
 
     def weights(self, stage: BlendStage, without: Sequence[int] = ()) -> tuple[int, ...]:
-        """Return draw weights of a stage, with some sources left out.
+        """Return the draw weights of a stage, with some sources left out.
 
         Raises:
-            ValueError: the ratio cannot be had.
+            ValueError: the vision ratio is impossible.
         """
         shares = [
             0.0 if number in without else share_of(stage.sources.get(name, 0.0))
@@ -113,11 +113,12 @@ class Mixer:
     def refusal(
         self, parts: Sequence[tuple[int, tuple[int, ...]]], own: tuple[int, ...], missed: list[int]
     ) -> str:
-        """Say why a state's segments, (start, weights) each, are not those of this config.
+        """Return the message on how a state's segments (start, weights) differ from this config.
 
         Args:
-            own: what it gives where the last of them begins.
-            missed: where it would have changed the shares since.
+            parts: segments of the state.
+            own: weights of this config at the start of the last segment.
+            missed: positions at which this config would have changed the shares since then.
         """
         found = f"this config changes at {missed}" if missed else f"this config gives {own}"
         told = f"state field 'blend' ends with weights {parts[-1][1]}, {found}; "
@@ -137,7 +138,7 @@ class Mixer:
         )
 
     def _begun(self, parts: Sequence[tuple[int, tuple[int, ...]]]) -> Iterator[tuple[int, int]]:
-        """Yield (number in the schedule, after_tokens that begins it there) of stages begun."""
+        """Yield (number in the schedule, equivalent after_tokens) of each stage that has begun."""
         totals = [Fraction(total.tokens, total.samples) for total in self._totals]
         past: tuple[Segment, ...] = ()
         number = 0
@@ -149,7 +150,8 @@ class Mixer:
                 except ValueError:
                     begun = False
                 if begun:
-                    # Amid its last window, far from where rounding would move it to another.
+                    # Use the middle of the window before `start`, so that rounding cannot move the
+                    # stage to another window.
                     first, end = (
                         counts_before(at, past[:-1]) for at in (start - self._window, start)
                     )
@@ -159,10 +161,10 @@ class Mixer:
                     number += 1
 
     def check(self, mixture: Mixture) -> None:
-        """Refuse a blend that leaves out what the config asks for, because windows are too large.
+        """Refuse a blend in which windows are so large that a source or a stage never occurs.
 
         Raises:
-            ValueError: naming the sources or stages that would never come.
+            ValueError: a source or stage never occurs; the message names them.
         """
         never = [
             name
@@ -193,7 +195,7 @@ class Mixer:
         return max(i for i, (after, _) in enumerate(self._stages) if after <= tokens)
 
     def tokens_before(self, position: int, segments: Sequence[Segment]) -> Fraction:
-        """Return the expected tokens of the positions before one."""
+        """Return the expected tokens before a position."""
         if not position:
             return Fraction(0)
         counts = counts_before(position, segments).tolist()
@@ -202,7 +204,7 @@ class Mixer:
     def _append(
         self, segments: tuple[Segment, ...], start: int
     ) -> tuple[tuple[Segment, ...], int | None]:
-        """Add the segment that begins at `start`; returns also where it ends, if it does."""
+        """Return the segments with the one that begins at `start`, and its end; None if endless."""
         tokens = self.tokens_before(start, segments)
         number = self._stage_at(tokens)
         _, stage = self._stages[number]
@@ -241,7 +243,7 @@ class Mixer:
             ) from None
 
     def _last_borders(self, segment: Segment) -> Mapping[int, int]:
-        """Return source -> the last window's border before it would go beyond its epochs."""
+        """Return source -> the last window boundary before it would exceed its epochs."""
         borders: dict[int, int] = {}
         for source, (cap, weight) in enumerate(zip(self._caps, segment.weights)):
             if cap is None or not weight:
@@ -256,7 +258,7 @@ class Mixer:
 
 
 def count_of(config: DataConfig, total: SourceTotals) -> int:
-    """Return a source's tokens of the kind in which the stages of the schedule are counted."""
+    """Return a source's tokens of the kind that the stages of the schedule count."""
     budget = config.budget
     if budget is None or not config.schedule or config.schedule[0].after_share is None:
         return total.tokens
@@ -266,14 +268,14 @@ def count_of(config: DataConfig, total: SourceTotals) -> int:
 
 
 def start_of(config: DataConfig, stage: BlendStage) -> Fraction:
-    """Return the tokens, of the kind of `count_of`, before a stage."""
+    """Return the tokens before a stage, of the kind that `count_of` counts."""
     if stage.after_tokens is not None:
         return Fraction(stage.after_tokens)
-    assert config.budget is not None  # checked with the configuration
+    assert config.budget is not None  # the config validator checks this
     assert stage.after_share is not None
     whole = (config.budget.text or 0) + (config.budget.vision or 0)
     return Fraction(str(stage.after_share)) * whole
 
 
 class _UsedUp(Exception):
-    """No source is left for a stage."""
+    """A stage has no source left."""

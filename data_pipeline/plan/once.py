@@ -1,4 +1,4 @@
-"""Steps that hold samples once, in a fixed order: what a validation goes through. Pure."""
+"""Plans validation steps, which hold each sample once in a fixed order. Pure."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,16 +10,16 @@ from data_pipeline.plan.window import join
 
 
 def once(planner: Planner, tokens: int, group: int) -> list[GlobalPlan]:
-    """Return steps that hold the first units of each source's first epoch, each of them once.
+    """Return steps that hold the first units of each source's first epoch, each unit once.
 
-    The units do not depend on `rows_per_step` or on any state; samples with a tombstone, of
-    whatever step, are not among them. The last step has no more rows than
-    it takes; the last of them may hold none.
+    The units do not depend on `rows_per_step` or on any state. Samples with a tombstone are
+    excluded, regardless of its step. The last step has only as many rows as needed, rounded up to
+    a multiple of `group`, so its last rows may be empty.
 
     Args:
-        tokens: most that are taken, shared among the sources by their shares; of a source that
-            holds fewer all are, and one unit at least is.
-        group: rows of whose multiples a step is made.
+        tokens: maximum number of tokens, divided among the sources by their shares. A source with
+            fewer tokens is used in full, and every source contributes at least one unit.
+        group: the number of rows of a step is rounded up to a multiple of it.
     """
     config = planner.config
     shares = [share_of(config.sources[source.index.name]) for source in planner.sources]
@@ -30,7 +30,7 @@ def once(planner: Planner, tokens: int, group: int) -> list[GlobalPlan]:
         most = int(tokens * share / sum(shares))
         bad = sorted(sample for owner, sample in out if owner == number)
         drawn = source.draw(np.arange(min(source.num_units, max(1, most))), bad)
-        # What fills the place of a sample that does not fit a row has a place of its own.
+        # A unit that replaces an unusable sample also has its own draw; keep it only once.
         units = np.stack([drawn.sample, drawn.part], 1)
         own = np.sort(np.unique(units, axis=0, return_index=True)[1])
         taken = np.cumsum(drawn.layout.length[own], dtype=np.int64) <= most
@@ -43,7 +43,7 @@ def once(planner: Planner, tokens: int, group: int) -> list[GlobalPlan]:
     steps = []
     for number, first in enumerate(range(0, rows, per_step)):
         end = min(first + per_step, rows)
-        # A row without samples costs as much attention as a full one.
+        # No more rows than needed: an empty row costs as much attention as a full one.
         size = group * -(-(end - first) // group)
         steps.append(GlobalPlan(number, config.seq_len, size, *join([(content, first, end)])))
     return steps

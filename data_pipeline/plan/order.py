@@ -1,19 +1,19 @@
-"""Which sample a draw of a source means: a keyed bijection, computed and never stored.
+"""Maps the draws of a source to samples by a keyed permutation that is computed, not stored.
 
-Draw k of a source of N samples lies in epoch k // N at place k % N. Inside an epoch the order has
-two levels, because one flat shuffle would turn every sample into a small request of its own:
+Draw k of a source of N samples is in epoch k // N at index k % N. Inside an epoch the order has two
+levels, because one flat shuffle would need a separate small request for every sample:
 
-1. the shards are permuted;
-2. `shard_window` neighbours of that order form a shard window, and its samples are permuted
-   among themselves. A larger one mixes better, a smaller one reads longer ranges.
+1. The shards are permuted.
+2. `shard_window` neighbours in that order form a shard window, and its samples are permuted among
+   themselves. A larger window shuffles better, a smaller one reads longer ranges.
 
-Both levels are the same function, `permute`: a Feistel network over the smallest power of two that
-holds the domain, walked again while it lands outside (cycle walking; Black and Rogaway, "Ciphers
-with arbitrary finite domains", 2002). Any place is reached in constant time. The only table is one
-line per shard and epoch, since shards hold different numbers of samples.
+Both levels use the same function, `permute`: a Feistel network over the smallest power of two that
+covers the domain, repeated while the result lies outside (cycle walking; Black and Rogaway,
+"Ciphers with arbitrary finite domains", 2002). Random access takes constant time. The only table
+has one row per shard and epoch, because shards hold different numbers of samples.
 
-Keys come from blake2b over (seed, purpose, source, epoch): no global generator, nothing that
-depends on who asks or in which order.
+Keys come from blake2b over (seed, purpose, source, epoch). There is no global generator, so the
+order does not depend on the caller or on earlier calls.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from data_pipeline.keyed import GOLDEN, keyed, mix
 
-# Each round changes both halves; four of them mix domains as small as a handful of samples.
+# Each round changes both halves; four rounds suffice even for domains of a few samples.
 ROUNDS = 4
 
 
@@ -32,7 +32,7 @@ def permute(index: ArrayLike, size: ArrayLike, key: ArrayLike) -> NDArray[np.int
     """Map each index of 0..size-1 to its image under the permutation named by (size, key).
 
     Args:
-        index: integers, any shape; every one in 0..size-1.
+        index: integers of any shape, each in 0..size-1.
         size: number of elements of the permutation, at most 2**62; broadcasts against `index`.
         key: uint64 key; broadcasts against `index`.
 
@@ -55,7 +55,7 @@ def permute(index: ArrayLike, size: ArrayLike, key: ArrayLike) -> NDArray[np.int
     values = _feistel(places.astype(np.uint64), bits, keys)
     limits = sizes.astype(np.uint64)
     outside = np.flatnonzero(values >= limits)
-    while outside.size:  # under half of the power of two lies outside: few rounds are left
+    while outside.size:  # less than half of the power of two lies outside, so this ends soon
         values[outside] = _feistel(values[outside], bits[outside], keys[outside])
         outside = outside[values[outside] >= limits[outside]]
     return values.astype(np.int64).reshape(shape)
@@ -89,24 +89,24 @@ def _feistel(
 
 @dataclass(frozen=True)
 class _Epochs:
-    """The shard tables of E epochs laid end to end (the e-th starts at place e * samples)."""
+    """Concatenated shard tables of E epochs (the e-th starts at index e * samples)."""
 
     epochs: NDArray[np.int64]  # [E] epoch numbers, ascending
     keys: NDArray[np.uint64]  # [E]
-    shards: NDArray[np.int64]  # [E * shards] shard at each place of the shard order
-    starts: NDArray[np.int64]  # [E * shards] first place of that shard
-    shard_windows: NDArray[np.int64]  # [E * shard windows + 1] first place of each, and the end
+    shards: NDArray[np.int64]  # [E * shards] shard at each index of the shard order
+    starts: NDArray[np.int64]  # [E * shards] first index of that shard
+    shard_windows: NDArray[np.int64]  # [E * shard windows + 1] first index of each, and the end
     shard_windows_per_epoch: int
 
 
 class ShardOrder:
-    """The order of one source: draw number -> sample index.
+    """Order of one source; maps draw numbers to sample indices.
 
     Args:
-        shard_sizes: samples in each shard; sample indices run through the shards in order.
-        shard_window: neighbouring shards of the permuted order whose samples are mixed.
-        seed: the run's data seed.
-        source: the source's name; part of every key.
+        shard_sizes: samples in each shard; sample indices follow the order of the shards.
+        shard_window: number of neighbouring shards, in permuted order, shuffled together.
+        seed: data seed of the run.
+        source: name of the source; part of every key.
 
     Raises:
         ValueError: the source has no samples, or the window is below one shard.
@@ -123,10 +123,10 @@ class ShardOrder:
         self.seed = seed
         self.source = source
         self._first = np.cumsum(self.sizes) - self.sizes
-        self._recent: _Epochs | None = None  # consecutive windows mostly ask for the same epoch
+        self._recent: _Epochs | None = None  # consecutive windows mostly need the same epoch
 
     def samples(self, draws: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return (sample index int64 [n], epoch int64 [n]) of draw numbers [n], all >= 0."""
+        """Return sample index and epoch, int64 [n] each, of draw numbers [n], all >= 0."""
         draw_numbers = np.asarray(draws, np.int64).ravel()
         epoch, place = np.divmod(draw_numbers, self.num_samples)
         if epoch.size and epoch.min() < 0:
@@ -139,7 +139,7 @@ class ShardOrder:
         size = table.shard_windows[window + 1] - start
         key = mix(table.keys[which] ^ (window % table.shard_windows_per_epoch).astype(np.uint64))
         flat = start + permute(flat - start, size, key)
-        # side="right" steps over empty shards: of equal starts the last one holds the samples
+        # side="right" skips empty shards: of equal starts, the last one holds the samples
         slot = np.searchsorted(table.starts, flat, side="right") - 1
         return self._first[table.shards[slot]] + flat - table.starts[slot], epoch
 
@@ -156,7 +156,7 @@ class ShardOrder:
         offset = np.arange(epochs.size)[:, None] * self.num_samples
         starts = np.cumsum(sizes, axis=1) - sizes + offset
         shard_windows = starts[:, :: self.shard_window]
-        # Two threads may plan: what is returned is this one's, whatever the other keeps.
+        # Two threads may plan at once: return this call's table, even if another replaces it.
         self._recent = recent = _Epochs(
             epochs=epochs,
             keys=keys,

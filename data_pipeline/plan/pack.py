@@ -1,14 +1,14 @@
-"""Samples into rows: best-fit decreasing over one window, by lengths alone.
+"""Packs the samples of one window into rows by best-fit decreasing, from lengths only.
 
-A window is packed by itself and nothing is carried over, so that resuming means packing one window
-again whatever the position. Longest first, each sample goes to the row whose
-free space it fills best; ties go to the row that was last touched. Best-fit decreasing never needs
-more than 11/9 of the fewest possible rows (plus a constant; Johnson 1973).
+Every window is packed separately, with no state from the window before, so a resume repacks one
+window regardless of the position. From longest to shortest, each sample goes to the row whose free
+space it fills best; ties go to the row that was used last. Best-fit decreasing never needs more
+than 11/9 of the optimal number of rows (plus a constant; Johnson 1973).
 
-Rows are then numbered by the position of their longest sample. Positions are keyed-random and say
-nothing about length, so full and half-full rows, and rows of few and of many samples, are mixed
-over the steps; rows in the order they were opened would be sorted by size. Inside a row samples
-stand by position.
+Rows are then numbered by the position of their longest sample. Positions are keyed-random and
+independent of length, so full and half-full rows, and rows with few and with many samples, are
+mixed over the steps. In the order of opening, rows would be sorted by size. Inside a row, samples
+are ordered by position.
 """
 
 from collections.abc import Sequence
@@ -17,17 +17,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-# Free spaces are kept as bit sets in words this wide: finding the best row costs two small shifts,
-# for rows of 4,096 tokens and of 262,144 alike.
+# Free spaces are bit sets in words of this width, so finding the best row costs two small shifts
+# for rows of 4,096 tokens as well as of 262,144.
 WORD = 1024
 
 
 @dataclass(frozen=True)
 class PackedWindow:
-    """Where the n samples of a window lie; columns are ordered by (row, start).
+    """Rows of a window with its n samples; columns are ordered by (row, start).
 
     Attributes:
-        sample: int64 [n] place of the sample in the window.
+        sample: int64 [n] index of the sample in the window.
         row: int32 [n] row in the window.
         start: int32 [n] first token in the row.
         length: int32 [n] tokens.
@@ -42,7 +42,7 @@ class PackedWindow:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the window."""
+        """Number of rows in the window."""
         return self.row_ptr.size - 1
 
 
@@ -54,7 +54,7 @@ def pack_window(lengths: Sequence[int] | NDArray[np.integer], seq_len: int) -> P
         seq_len: tokens in a row.
 
     Raises:
-        ValueError: no samples, or a length that no row can hold.
+        ValueError: there are no samples, or a length does not fit a row.
     """
     sizes = np.asarray(lengths, np.int64)
     if sizes.ndim != 1 or sizes.size == 0:
@@ -67,7 +67,7 @@ def pack_window(lengths: Sequence[int] | NDArray[np.integer], seq_len: int) -> P
     longest_first = np.argsort(-sizes, kind="stable")
     opened = np.array(best_fit(sizes[longest_first].tolist(), seq_len), np.int64)
     num_rows = int(opened.max()) + 1
-    # A row's first sample in this order is its longest: reversed, the last write is that one.
+    # A row's first sample in this order is its longest; in reverse, it is written last and stays.
     longest = np.empty(num_rows, np.int64)
     longest[opened[::-1]] = longest_first[::-1]
     number = np.empty(num_rows, np.int64)
@@ -90,7 +90,7 @@ def pack_window(lengths: Sequence[int] | NDArray[np.integer], seq_len: int) -> P
 
 
 def best_fit(lengths: Sequence[int], seq_len: int) -> list[int]:
-    """Return the row of each length, taken in the given order; rows are numbered as they open.
+    """Return the row of each length, processed in the given order; rows are numbered as opened.
 
     Rows of equal free space form a stack. `words[w]` has bit b set when the stack of free space
     w * WORD + b is not empty; `summary` has bit w set when words[w] is not zero.

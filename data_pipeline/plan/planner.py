@@ -1,17 +1,16 @@
-"""The plan of every global step, from metadata alone: every rank computes the same answer.
+"""Data planner: plans every global step from metadata only; every rank computes the same plan.
 
     position -> (source, draw) -> sample -> length -> row     mixture, blend, order, source, pack
-    step     -> the next `rows_per_step` rows of the packed windows          here
+    step     -> the next `rows_per_step` rows of the packed windows          this module
 
-Positions come in windows of `pack_window` samples; a window is packed by itself and its rows follow
-those of the window before. A step takes the next rows, across window borders. Nothing depends on
-ranks, workers, prefetching or on what was asked before: a step is a function of a state of a few
+Positions form windows of `pack_window` samples. Every window is packed separately, and its rows
+follow the rows of the window before. A step takes the next rows, across window boundaries. Plans do
+not depend on ranks, workers, prefetching or earlier calls: a step is a function of a state of a few
 numbers, and the state of step k + 1 is a function of the state of step k.
 
-A sample that turns out unusable while it is fetched is put into quarantine. Its place is filled by
-another sample in every window that is opened QUARANTINE_DELAY steps later or more, beyond
-anything that may have been planned when it was found; so this too is the same on every rank and
-after every resume.
+A sample that proves unusable when it is fetched goes into quarantine. Another sample replaces it in
+every window that is opened QUARANTINE_DELAY or more steps later. No such window can have been
+planned when the sample was found, so plans stay the same on every rank and after every resume.
 """
 
 import json
@@ -45,23 +44,23 @@ __all__ = [
     "TooManyUnusable",
 ]
 
-_CARRIED = ("quarantine", "changes")  # through a change of the data
-KEPT_WINDOWS = 16  # packed windows held in memory, some 100 bytes per sample
-# More than may be planned ahead of the step in use, with some to spare.
+_CARRIED = ("quarantine", "changes")  # kept when the data changes
+KEPT_WINDOWS = 16  # packed windows in memory, about 100 bytes per sample
+# Exceeds the number of steps that may be planned ahead, with some margin.
 QUARANTINE_DELAY = MAX_PREFETCH + 8
 
 
 class TooManyUnusable(ValueError):
-    """More samples than `data.max_quarantined` are unusable: the data itself must be broken."""
+    """More samples than `data.max_quarantined` are unusable, so the data is probably damaged."""
 
 
 class Planner:
-    """Plans steps from the indices of all sources.
+    """Planner of steps from the indices of all sources.
 
     Args:
-        indices: one per source of the config, in any order; numbered by sorted name in plans.
+        indices: one index per source of the config, in any order; plans number them by sorted name.
         config: the data config.
-        without: None: the tombstones that config and indices name.
+        without: tombstones to apply; None reads those of config and indices.
 
     Raises:
         ValueError: indices and config name different sources, a source has no usable sample, or
@@ -87,21 +86,21 @@ class Planner:
         self.tombstones = without or tombstones_of(config, self.indices)
         self._window = lru_cache(maxsize=KEPT_WINDOWS)(self._pack)
         self._mixtures = lru_cache(maxsize=KEPT_WINDOWS)(self._mix)
-        # Replaced as a whole, never changed: the loader's thread reads it while it plans.
+        # Always replaced, never modified, because the loader's thread reads it while planning.
         self._quarantine: tuple[tuple[int, int, int], ...] = ()
-        # (first step, position, new sources) of each change of the data on the way.
+        # (first step, position, new sources) of each mid-run change of the data.
         self._changes: tuple[tuple[int, int, list[str]], ...] = ()
         self._state = self._encode(self.mixture, 0, 0, 0, 0, (0, 0))
 
     def plan(self, state: Mapping[str, Any]) -> tuple[GlobalPlan, State]:
-        """Return the plan of the state's step and the state after it; `state` is kept.
+        """Return the plan of the state's step and the state after it; `state` is not modified.
 
-        A function of the state and of this planner's quarantine; that in a state counts only once
-        `load_state_dict` has taken it.
+        The plan is a function of the state and of this planner's quarantine. The quarantine inside
+        a state applies only after `load_state_dict`.
 
         Raises:
             ValueError: the state belongs to other data, another seed or another packing.
-            DataUsedUp: the step would go beyond the last epoch of the data.
+            DataUsedUp: the step exceeds the last epoch of the data.
         """
         mixture = self.mixture_of(state)
         step, opened = state["step"], state["opened"]
@@ -121,19 +120,19 @@ class Planner:
         tables = self.tombstones.taken_out(join(pieces), first_opened, step)
         plan = GlobalPlan(step, self.config.seq_len, self.config.rows_per_step, *tables)
         known, before = len(state["blend"]), state.get("tokens")
-        # None after a state of an earlier version, which did not count.
+        # None if the state comes from an earlier version, which did not count tokens.
         tokens = before and (before[0] + plan.text_tokens, before[1] + plan.vision_tokens)
         return plan, self._encode(mixture, window, row, step + 1, opened, tokens, known)
 
     def state_at(self, step: int) -> State:
         """Return the state before `step` of a run that began at step 0 with this config.
 
-        Packs every window up to there: no bytes are read, but cost grows with `step`.
+        It packs every window up to `step`. It reads no data, but its cost grows with `step`.
         """
         window, first, per_step = 0, 0, self.config.rows_per_step
         tokens = np.zeros(2, np.int64)
         while True:
-            opened = first // per_step  # first: rows before the window
+            opened = first // per_step  # `first` counts the rows before the window
             content = self._content(window, self.mixture, opened)
             steps = (first + content.samples.row) // per_step
             kept = ~self.tombstones.gone(content.samples, opened, steps)
@@ -144,25 +143,26 @@ class Planner:
             window, first = window + 1, first + row
 
     def state_dict(self) -> State:
-        """Return the state to begin with: step 0, or what `load_state_dict` was given."""
+        """Return the start state: step 0, or the state given to `load_state_dict`."""
         return self.with_quarantine(self._state)
 
     def rows_left(self, state: Mapping[str, Any]) -> int:
-        """Return the rows of the window in progress that a state has not handed out; 0: none is."""
+        """Return the number of unused rows in a state's current window; 0 if none is open."""
         if not state["row"]:
             return 0
         content = self._content(state["window"], self.mixture_of(state), state["opened"])
         return content.packed.num_rows - state["row"]
 
     def with_quarantine(self, state: Mapping[str, Any]) -> State:
-        """Return a copy of a state that also holds what is in quarantine by now."""
+        """Return a copy of a state with the current quarantine."""
         return json.loads(json.dumps({**state, "quarantine": self._quarantine}))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check a state and begin with it.
+        """Check a state and start from it.
 
         Raises:
-            ValueError: naming the field that does not belong to this planner; OtherShares.
+            ValueError: a field does not belong to this planner; the message names it.
+            OtherShares: the state's shares differ from this config.
         """
         self.mixture_of(state)
         self._quarantine = tuple((int(a), int(b), int(c)) for a, b, c in state["quarantine"])
@@ -173,14 +173,14 @@ class Planner:
         self._state = json.loads(json.dumps(dict(state) | fields))
 
     def mixture_of(self, state: Mapping[str, Any]) -> Mixture:
-        """Check a state as `load_state_dict`, and return the mixture it goes on with."""
+        """Check a state like `load_state_dict` and return its mixture."""
         self._identity.check(state)
         self.tombstones.check(state)
         parts = blend_segments_of(state)
         mixture = self.mixture
         if tuple((s.start, s.weights) for s in mixture.segments[: len(parts)]) != parts:
             mixture = self._mixtures(parts)
-        # A segment that should already have begun was never part of this run.
+        # A segment that should have begun by now but is missing in the state is a mismatch.
         position = state["window"] * self.config.pack_window
         missed = [s.start for s in mixture.segments[len(parts) :] if s.start <= position]
         own = mixture.segments[len(parts) - 1].weights
@@ -189,13 +189,13 @@ class Planner:
         return mixture
 
     def quarantine(self, source: int, sample: int, step: int) -> bool:
-        """Fill the places of a sample, which step `step` showed to be unusable, from later on.
+        """Quarantine a sample that step `step` found unusable; later windows replace it.
 
-        Every rank must say the same for a step before it goes on to the next. Returns False if the
-        sample was in quarantine already.
+        Every rank must make the same calls for a step before it starts the next one. Returns False
+        if the sample was already in quarantine.
 
         Raises:
-            TooManyUnusable: this would be one more than `data.max_quarantined`.
+            TooManyUnusable: the quarantine already holds `data.max_quarantined` samples.
         """
         if any(entry[:2] == (source, sample) for entry in self._quarantine):
             return False
@@ -210,9 +210,9 @@ class Planner:
         return True
 
     def with_own_blend(self, state: Mapping[str, Any]) -> State:
-        """Return a state that goes over to this config's shares at the next window.
+        """Return a state that switches to this config's shares at the next window.
 
-        What was handed out stays; the window in progress is finished with its own shares.
+        Rows already drawn stay; the window in progress is finished with its old shares.
 
         Raises:
             ValueError: the state belongs to other data, another seed or another packing.
@@ -226,12 +226,12 @@ class Planner:
         mixture = self._mixer.mixture(kept, start)
         where = (state["window"], state["row"], state["step"], state["opened"])
         changed = self._encode(mixture, *where, state.get("tokens"), len(kept) + 1)
-        # What a list and redactions came to so far is the state's: `load_state_dict` compares.
+        # Keep the state's tombstones and redactions, which `load_state_dict` compares.
         mine = {key: one for key, one in changed.items() if key not in TOMBSTONES}
         return {**mine, **{key: state[key] for key in (*TOMBSTONES, *_CARRIED) if key in state}}
 
     def notices(self) -> list[str]:
-        """Return what a person should know of samples that are not drawn as they are, by line."""
+        """Return notices for the user on changed or excluded samples, one line each."""
         told = (source.notice for source in self.sources)
         return [*(one for one in told if one is not None), *self.tombstones.notices()]
 
@@ -256,7 +256,7 @@ class Planner:
         draw: NDArray[np.int64],
         quarantined: Pairs = frozenset(),
     ) -> Window:
-        """Pack the draws of some positions, [n] each, into rows that hold nothing else."""
+        """Pack the draws of positions [n] into rows of their own window."""
         places: list[NDArray[np.int64]] = []
         parts: list[Drawn] = []
         for number, origin in enumerate(self.sources):
@@ -265,7 +265,7 @@ class Planner:
                 bad = sorted(sample for owner, sample in quarantined if owner == number)
                 places.append(chosen)
                 parts.append(origin.draw(draw[chosen], bad))
-        # Where the samples of the window lie when those of each source are laid end to end.
+        # Index of each window sample in the concatenation of the samples by source.
         joined = np.empty(len(position), np.int64)
         joined[np.concatenate(places)] = np.arange(len(position))
         length = np.concatenate([part.layout.length for part in parts])[joined]
@@ -292,11 +292,13 @@ class Planner:
         at: NDArray[np.int64],
         samples: SampleTable,
     ) -> tuple[ItemTable, NDArray[np.int64]]:
-        """Return the items of a window's samples in packed order, and where each sample's begin.
+        """Return the items of a window in packed order, and the first item of each sample.
 
         Args:
-            source: source of each of the samples as `parts` has them.
-            at: which of those each packed sample is.
+            parts: drawn samples of each source.
+            source: source of each sample, in the order of `parts`.
+            at: index of each packed sample in that order.
+            samples: the packed samples.
         """
         counts = np.concatenate([np.diff(part.layout.item_ptr) for part in parts])
         ptr = np.concatenate([[0], np.cumsum(counts)])
@@ -331,7 +333,7 @@ class Planner:
         return table, item_ptr
 
     def _mix(self, parts: tuple[tuple[int, tuple[int, ...]], ...]) -> Mixture:
-        """Return the mixture of a state that has gone through these segments, the last its own."""
+        """Return the mixture of a state with these segments; the config sets the last weights."""
         *before, (start, _) = parts
         past: tuple[Segment, ...] = ()
         for begin, weights in before:
@@ -348,13 +350,14 @@ class Planner:
         tokens: Sequence[int] | None,
         known: int = 1,
     ) -> State:
-        """Return a state; it holds the segments that have begun, and the first `known` at least.
+        """Return a state with the segments that have begun, but at least the first `known`.
 
-        Later segments are omitted: the config determines them. `known` keeps those that
-        `with_own_blend` added before they begin. `opened`: step at which the window in progress was
-        opened, which decides its quarantine. `tokens`: text, vision, before the step.
+        Later segments are omitted because the config determines them. `known` keeps segments that
+        `with_own_blend` added before they begin. `opened` is the step at which the window in
+        progress was opened, which decides its quarantine. `tokens` counts text and vision tokens
+        before the step.
         """
-        # At a window's border nothing is open; one form, or equal states would differ.
+        # No window is open at a window boundary: normalise the field so that equal states match.
         opened = opened if row else step
         position = window * self.config.pack_window
         begun = sum(segment.start <= position for segment in mixture.segments)

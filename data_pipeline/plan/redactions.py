@@ -1,9 +1,9 @@
-"""Steps from which redacted samples are out of a run, as states and run folders note them.
+"""Notes in states and run folders on the steps from which redacted samples are excluded.
 
-A note is [[step, {source: [number of samples, hash of them]}], ...]: the first so many samples that
-were redacted in each source are in no row from that step on. A root whose manifests have them in
-another order would plan other rows, so it is refused by the hash; a copy by `data sync` has the
-same order. The hash covers the samples' numbers, which belong to the source's content.
+A note is [[step, {source: [n, hash of the n samples]}], ...]. From that step on, no row contains
+the first n redacted samples of the source. A root whose manifests list redactions in another order
+would give other rows, so the hash check refuses it; a copy by `data sync` keeps the order. The hash
+covers the samples' numbers, which belong to the source's content.
 """
 
 import hashlib
@@ -16,18 +16,18 @@ HASH = 12
 """Hexadecimal digits of a hash of samples in a state."""
 
 Since = tuple[tuple[int, tuple[int, ...]], ...]
-"""(step, how many of each source's redacted samples are out from it on), ascending."""
+"""(step, number of redacted samples of each source excluded from that step on), ascending."""
 
 
 def note_of(
     names: Sequence[str], redacted: Sequence[Sequence[int]], since: Since
 ) -> list[list[Any]]:
-    """Return the note of some steps, ready for JSON.
+    """Return the note for some steps, ready for JSON.
 
     Args:
-        names: of the sources.
-        redacted: of each source its redacted samples, in the order in which they became so.
-        since: from which steps on how many of them are out.
+        names: names of the sources.
+        redacted: redacted samples of each source, in order of redaction.
+        since: steps with the number of samples excluded from them on.
     """
     return [
         [step, {names[at]: [n, digest(names[at], redacted[at][:n])] for at, n in _some(counts)}]
@@ -41,11 +41,12 @@ def since_of(
     """Check a note against the order of redactions in a root, and return its steps.
 
     Args:
-        where: names the note in messages.
-        note, names, redacted: as of `note_of`.
+        where: name of the note, for messages.
+        note: result of `note_of`.
+        names, redacted: as in `note_of`.
 
     Raises:
-        ValueError: it is no such note, or other samples were redacted first in this root.
+        ValueError: the note is malformed, or other samples were redacted first in this root.
     """
     try:
         noted = [
@@ -68,7 +69,7 @@ def since_of(
 
 
 def _check(where: str, name: str, count: int, sha: object, here: Sequence[int]) -> None:
-    """Refuse a number of redacted samples of a source that are not the first of its order."""
+    """Refuse a note unless its hash matches the first `count` redacted samples of a source."""
     if count > len(here):
         raise ValueError(
             f"{where}: source {name!r} has {count:,} redacted samples, in this root it has "
@@ -84,7 +85,7 @@ def _check(where: str, name: str, count: int, sha: object, here: Sequence[int]) 
 
 
 def digest(name: str, samples: Sequence[int]) -> str:
-    """Return a hash of samples of a source, in whatever order they come."""
+    """Return a hash of a source's samples, independent of their order."""
     text = "\n".join(f"{name} {sample}" for sample in sorted(samples))
     return hashlib.sha256(text.encode()).hexdigest()[:HASH]
 

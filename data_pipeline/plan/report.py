@@ -1,4 +1,4 @@
-"""What the blend of a run comes to, as plain values for its log."""
+"""Reports the blend of a run as plain values for its log."""
 
 from typing import Any
 
@@ -6,11 +6,12 @@ from data_pipeline.plan.planner import Planner
 
 
 def blend_report(planner: Planner) -> dict[str, Any]:
-    """Return what the blend comes to, ready for JSON.
+    """Return a summary of the blend, ready for JSON.
 
-    Per source: samples; how many are chosen, and of these split, shrunk and refused; the longest of
-    them; mean tokens of a draw, share of draws, of tokens, and of media tokens in its own tokens;
-    for the whole: the expected share of media tokens. Shares are those at the start.
+    Per source: the number of samples, of chosen samples, and of split, shrunk and refused ones
+    among these; the longest sample; mean tokens per draw; its share of the draws and of the
+    tokens; and the share of media tokens in its tokens. For the blend: the expected share of media
+    tokens. All shares are those at the start of the run.
     """
     mixture = planner.mixture
     weights = mixture.segments[0].weights
@@ -37,9 +38,9 @@ def blend_report(planner: Planner) -> dict[str, Any]:
 
 
 def mixtures(planner: Planner) -> dict[str, Any]:
-    """Return the mixtures that a planner goes on with, as a run notes them, by names of sources.
+    """Return the mixtures of a planner for the run's record, keyed by source name.
 
-    `blend`: [position, {source: draws in UNITS}] of each stretch that has begun, or was decided on;
+    `blend`: [position, {source: draws in UNITS}] of each segment that has begun or is fixed;
     `changes`: [first step, position, new sources] of each `train --change-data`.
     """
     state, names = planner.state_dict(), planner.config.source_names

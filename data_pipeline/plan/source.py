@@ -1,16 +1,17 @@
-"""A source as the planner sees it: which sample a draw means, and how large it is.
+"""Maps the draws of a source to samples and their sizes.
 
-A source is those samples of an index that `min_tokens` and `max_tokens` of `data.sources` choose;
-its order is that of an index without the others. A *unit* is what a draw hands out: a sample, or
-a part of one. What does not fit a row:
+A source consists of the samples of an index that `min_tokens` and `max_tokens` of `data.sources`
+select. Its order is that of an index without the other samples. A *unit* is the result of a draw:
+a sample or a part of a sample. Samples that do not fit a row are handled as follows:
 
-- a sample of text alone is split into parts of a row's length, units of their own;
-- a sample with media that could fit is shrunk: its patch limits are lowered, by the same resize
-  rule, until it does;
-- anything else is refused. Its place in the order, and that of a sample in quarantine or with a
-  tombstone, is filled by a usable unit of the same shard (of the source, if its whole shard is not
-  usable): the k-th of a shard by the k-th after the next, in a circle. A rule that depends on
-  nothing but the index, so that the order stays a function of position.
+- A text-only sample is split into parts of a row's length; each part is a unit.
+- A sample with media is shrunk if that makes it fit: its patch limits are lowered, by the same
+  resize rule, until it fits.
+- Any other sample is refused. A usable unit of the same shard replaces a refused sample, and
+  likewise a quarantined sample or a sample with a tombstone. If the whole shard is unusable, the
+  unit comes from anywhere in the source. The k-th unusable unit of a shard is replaced by the k-th
+  usable unit after the next one, cyclically. The rule depends only on the index, so the order
+  stays a function of position.
 """
 
 from collections.abc import Sequence
@@ -28,27 +29,27 @@ from data_pipeline.plan.layout import Layout, lay_out, num_levels
 from data_pipeline.plan.order import ShardOrder
 from data_pipeline.plan.variation import Variation
 
-_BLOCK = 1 << 15  # samples whose sizes are looked at together
+_BLOCK = 1 << 15  # samples measured together
 
-# Units whose mean stands for a source's under augmentation.
+# Number of units whose mean estimates the mean of a source under augmentation.
 _PROBED = 1 << 16
 
 
 class DataUsedUp(ValueError):
-    """There is no sample to draw any more; the message says why and what to change."""
+    """No sample is left to draw; the message gives the reason and the remedy."""
 
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """n units as they were drawn.
+    """Result of n draws.
 
     Attributes:
         sample: int64 [n] sample in the source's index.
-        part: int32 [n] which part of it, 0 for whole samples.
-        epoch: int64 [n] how often the source had been gone through before.
-        varied: bool [n] augmentation applies; off where its draw would not fit a row, or would
-            leave none of the sample's regions in view.
-        level: int16 [n] shrink level of its media.
+        part: int32 [n] part number of the sample; 0 for whole samples.
+        epoch: int64 [n] number of completed epochs of the source.
+        varied: bool [n] augmentation applies; False where the augmented sample would not fit a
+            row, or would have none of its regions in view.
+        level: int16 [n] shrink level of the sample's media.
         layout: sizes of the n units.
     """
 
@@ -61,10 +62,12 @@ class Drawn:
 
 
 class _Units:
-    """Numbers of a source's units: every sample is one, but those that are none or several.
+    """Numbering of a source's units; most samples are one unit, some are none or several.
 
     Args:
-        samples: the others, rising. parts: how many units each of them is, 0 or more.
+        samples: the samples that are not exactly one unit, ascending.
+        parts: number of units of each of these samples, 0 or more.
+        num_samples: samples of the source.
     """
 
     def __init__(self, samples: NDArray[np.int64], parts: NDArray[np.int64], num_samples: int):
@@ -74,7 +77,7 @@ class _Units:
         self.number = num_samples + int(self._more[-1])
 
     def of(self, units: NDArray[np.integer]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the (sample, part of it) of each unit, int64 [n] each."""
+        """Return the sample and the part number of each unit, int64 [n] each."""
         units = np.asarray(units, np.int64)
         after = np.searchsorted(self._first, units, side="right")
         sample, part = units - self._more[after], np.zeros_like(units)
@@ -86,12 +89,12 @@ class _Units:
         return sample, part
 
     def first(self, samples: NDArray[np.integer]) -> NDArray[np.int64]:
-        """Return the first unit of each sample, or where it would be, int64 [n]."""
+        """Return the first unit of each sample, int64 [n]; for no units, where it would be."""
         samples = np.asarray(samples, np.int64)
         return samples + self._more[np.searchsorted(self.samples, samples)]
 
     def all_of(self, samples: NDArray[np.integer]) -> NDArray[np.int64]:
-        """Return the units of samples, rising, int64 [units]."""
+        """Return the units of samples in ascending order, int64 [units]."""
         first, end = self.first(samples), self.first(samples + 1)
         own = np.concatenate([[0], np.cumsum(end - first)])
         return np.sort(np.repeat(first - own[:-1], end - first) + np.arange(own[-1]))
@@ -100,12 +103,12 @@ class _Units:
 class Source:
     """One source: its index, the sizes of its samples, and its order of draws.
 
-    Beside the index, which processes may share, it keeps only which samples are unusual: not
-    chosen, too long, shrunk or split. Sizes follow from the index when a sample is drawn.
+    In addition to the index, which processes may share, it stores only the unusual samples: not
+    selected, too long, shrunk or split. Sizes are computed from the index when a sample is drawn.
 
     Raises:
-        ValueError: the source has no samples, none of the lengths that are chosen, or none that
-            fits a row.
+        ValueError: the source has no samples, none within the length bounds, or none that fits a
+            row.
     """
 
     def __init__(self, index: SourceIndex, config: DataConfig):
@@ -136,13 +139,13 @@ class Source:
         parts = np.concatenate([np.zeros(self._left_out.size, np.int64), parts[parts > 1]])
         order = np.argsort(odd)
         self._units = _Units(odd[order], parts[order], index.num_samples)
-        self._shard_ptr = self._units.first(index.shard_ptr)  # of units
+        self._shard_ptr = self._units.first(index.shard_ptr)  # first unit of each shard
         sizes = np.diff(self._shard_ptr).tolist()
         self.order = ShardOrder(sizes, config.shard_window, config.seed, index.name)
         self._filling = lru_cache(maxsize=4)(self._fill)
 
     def _levels_of(self, too_long: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the lowest level at which each sample fits; 0 for those that never do."""
+        """Return the lowest level at which each sample fits; 0 for samples that never fit."""
         found = np.zeros(too_long.size, np.int64)
         ptr = self.index.item_ptr
         left = np.flatnonzero(ptr[too_long + 1] > ptr[too_long])
@@ -157,7 +160,7 @@ class Source:
         return found
 
     def _is_plain(self, samples: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether samples are one text each, without media, regions and variants, bool [n]."""
+        """Return the mask of samples without media, regions and variants, bool [n]."""
         index = self.index
         more = np.zeros(samples.size, np.int64)
         for ptr in (index.item_ptr, index.region_ptr, index.variant_ptr):
@@ -173,7 +176,7 @@ class Source:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many samples were chosen, split, shrunk and refused, and into how many units."""
+        """Counts of all, selected, split, shrunk and refused samples, and of units; the longest."""
         return {
             "samples": self.index.num_samples,
             "chosen": self._num_chosen,
@@ -186,9 +189,10 @@ class Source:
 
     @property
     def notice(self) -> str | None:
-        """Which samples are chosen and what rows of this length do to them, in one line.
+        """Notice on selected, refused and shrunk samples, in one line.
 
-        None: all are taken as they are. Splitting a text loses nothing and is not told.
+        It is None if all samples are used as they are. Splitting a text loses nothing, so the
+        notice does not mention it.
         """
         refused, shrunk = self._refused, self._shrunk.size
         told = []
@@ -207,7 +211,7 @@ class Source:
 
     @property
     def num_units(self) -> int:
-        """Draws of one epoch."""
+        """Number of draws in one epoch."""
         return self._units.number
 
     @property
@@ -216,9 +220,9 @@ class Source:
 
     @property
     def totals(self) -> SourceTotals:
-        """Draws, tokens and media tokens of one epoch, substitutes counted where they stand.
+        """Draws, tokens and media tokens of one epoch, including substitutes.
 
-        Under augmentation the means are those of up to 65,536 units of the first epoch.
+        Under augmentation, they come from up to 65,536 units of the first epoch.
         """
         step = -(-self.num_units // _PROBED) if self.variation.active else 1
         samples = tokens = vision = 0
@@ -231,15 +235,15 @@ class Source:
         return SourceTotals(self.index.name, samples, tokens, vision)
 
     def is_split(self, sample: int) -> bool:
-        """Whether a sample is handed out in parts."""
+        """Return whether a sample is split into parts."""
         return bool(_in(np.array([sample]), self._split)[0])
 
     def draw(self, draws: NDArray[np.int64], quarantined: Sequence[int] = ()) -> Drawn:
-        """Return the units of draw numbers [n], with the place of unusable samples filled.
+        """Return the units of draw numbers [n], with substitutes for unusable samples.
 
         Args:
             draws: [n], all >= 0.
-            quarantined: samples that turned out unusable, or have a tombstone.
+            quarantined: samples that are in quarantine or have a tombstone.
         """
         units, epochs = self.order.samples(draws)
         return self._measure(self._substituted(units, tuple(quarantined)), epochs)
@@ -264,10 +268,10 @@ class Source:
         return units, substitutes(units, self._shard_ptr)
 
     def in_epochs(self, samples: NDArray[np.int64], epochs: NDArray[np.int64]) -> Drawn:
-        """Return what becomes of samples [n] in epochs [n], whenever those are; split ones whole.
+        """Return samples [n] laid out as in epochs [n]; of a split sample, its first part.
 
         Raises:
-            ValueError: a sample is longer than a row, and is not drawn.
+            ValueError: a sample is longer than a row and is never drawn.
         """
         if refused := samples[_in(samples, self._refused)].tolist():
             raise ValueError(
@@ -304,12 +308,13 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class _Lengths:
-    """What lengths say of a source's samples.
+    """Samples of a source classified by length.
 
     Attributes:
-        left_out: samples that are not chosen, rising, int64.
-        too_long: chosen ones longer than a row, rising, int64. length: of each of them, in tokens.
-        shortest, longest: tokens of chosen samples; 0 without any.
+        left_out: samples that are not selected, ascending, int64.
+        too_long: selected samples longer than a row, ascending, int64.
+        length: tokens of each sample in `too_long`, int64.
+        shortest, longest: tokens of the shortest and longest selected sample; 0 without samples.
     """
 
     left_out: NDArray[np.int64]
@@ -320,10 +325,10 @@ class _Lengths:
 
     @classmethod
     def of(cls, index: SourceIndex, config: DataConfig, choice: ChosenSource | None) -> "_Lengths":
-        """Lay all samples out, some at a time.
+        """Measure all samples in blocks.
 
         Raises:
-            ValueError: none is chosen of those that there are.
+            ValueError: the source has samples, but none is selected.
         """
         left_out, too_long, lengths = [], [], []
         of_all, of_chosen = list[int](), list[int]()
@@ -351,10 +356,10 @@ class _Lengths:
 
 
 def choose(name: str, length: NDArray[np.int64], choice: ChosenSource | None) -> NDArray[np.bool_]:
-    """Return which samples of lengths [n] a source takes, bool [n].
+    """Return the mask of lengths [n] that a source selects, bool [n].
 
     Raises:
-        ValueError: none of those that there are.
+        ValueError: there are samples, but none is selected.
     """
     chosen = within(length, choice)
     if length.size and not chosen.any():
@@ -363,7 +368,7 @@ def choose(name: str, length: NDArray[np.int64], choice: ChosenSource | None) ->
 
 
 def within(length: NDArray[np.int64], choice: ChosenSource | None) -> NDArray[np.bool_]:
-    """Return which lengths [n] are in the bounds of a choice, bool [n]."""
+    """Return the mask of lengths [n] within the bounds of a choice, bool [n]."""
     chosen = np.ones(length.size, np.bool_)
     if choice is not None and choice.min_tokens is not None:
         chosen &= length >= choice.min_tokens
@@ -375,7 +380,7 @@ def within(length: NDArray[np.int64], choice: ChosenSource | None) -> NDArray[np
 def _none_chosen(
     name: str, number: int, choice: ChosenSource | None, shortest: int, longest: int
 ) -> ValueError:
-    assert choice is not None  # it is what leaves samples out
+    assert choice is not None  # only a choice excludes samples
     return ValueError(
         f"data.sources.{name}: none of its {number:,} samples is chosen by {choice.bounds}: the "
         f"longest has {longest:,} tokens, the shortest {shortest:,}; change the bounds, or give "
@@ -384,38 +389,38 @@ def _none_chosen(
 
 
 def _in(values: NDArray[np.int64], some: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Whether each value is among some, which rise, bool [n]."""
+    """Return the mask of values contained in `some`, which is ascending, bool [n]."""
     if not some.size:
         return np.zeros(values.size, np.bool_)
     return some[np.minimum(np.searchsorted(some, values), some.size - 1)] == values
 
 
 def part_span(part: int, seq_len: int) -> slice:
-    """Return which of a split sample's text tokens a part holds."""
+    """Return the slice of a split sample's text tokens that a part holds."""
     room = seq_len - 2
     return slice(part * room, (part + 1) * room)
 
 
 def substitutes(bad: NDArray[np.int64], shard_ptr: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the unit that fills each unusable unit's place, int64 [k].
+    """Return the unit that replaces each unusable unit, int64 [k].
 
     Args:
-        bad: the unusable units, rising; some are left.
-        shard_ptr: where each shard's units begin, and the end, [shards + 1].
+        bad: the unusable units, ascending; at least one other unit must be usable.
+        shard_ptr: first unit of each shard, and the total number of units, [shards + 1].
     """
     k, shift = np.arange(bad.size), bad - np.arange(bad.size)
     shard = np.searchsorted(shard_ptr, bad, side="right") - 1
     first, last = shard_ptr[shard], shard_ptr[shard + 1]
 
     def before(units: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Count the usable units before each."""
+        """Return the number of usable units before each unit."""
         return units - np.searchsorted(bad, units)
 
-    # The usable ones of its shard, in the count of all; of the whole source if there is none.
+    # Range of the shard's usable units among all usable units; the whole source if it has none.
     begin, end = before(first), before(last)
     lonely = begin == end
     begin, end = np.where(lonely, 0, begin), np.where(lonely, before(shard_ptr[-1:]), end)
-    # The k-th bad one goes k further than the next good one: a run of bad ones is spread out.
+    # The k-th bad unit skips k units after the next good one, which spreads a run of bad units.
     k = k - np.searchsorted(bad, first)
     good = begin + (before(bad) - begin + k) % (end - begin)
     return good + np.searchsorted(shift, good, side="right")

@@ -1,4 +1,4 @@
-"""What a stage takes over of the data of the stage before it: they go on, or they begin anew."""
+"""Start state of a stage's data: continues the data order of the stage before, or restarts it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,19 +11,19 @@ _ROWS = ("manifest", "seed", "packing")
 
 
 def taken_over(planner: Planner, state: Mapping[str, Any], step: int) -> tuple[State, str | None]:
-    """Return the state in which a stage begins after another's, and why its data begin anew.
+    """Return the start state of a stage, and the reason if its data order restarts.
 
-    They go on (None) where sources, seed, packing and first shares are the same: rows that were
-    trained on do not come again, and a budget counts the tokens of both stages. Where one of them
-    differs the data begin anew, and a budget counts this stage's tokens alone.
+    The order continues (reason None) if sources, seed, packing and first shares are the same. Rows
+    that were trained on do not repeat then, and a budget counts the tokens of both stages. If any
+    of them differs, the order restarts, and a budget counts only this stage's tokens.
 
     Args:
-        planner: of the stage; not changed.
-        state: in which the stage before ended.
-        step: steps done until then.
+        planner: planner of the stage; it is not changed.
+        state: final state of the stage before.
+        step: number of steps done until then.
 
     Raises:
-        ValueError: the data are the same and cannot go on, or nothing is left of the budget.
+        ValueError: the data is the same but cannot continue, or the budget is used up.
     """
     here = planner.state_dict()
     try:

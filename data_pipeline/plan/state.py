@@ -1,4 +1,4 @@
-"""The state of a planner: what must stay the same for rows to go on, and how another is refused."""
+"""Planner state: fields that must match for a resume, and checks that refuse other states."""
 
 import hashlib
 import json
@@ -13,23 +13,24 @@ from data_pipeline.names import listed
 from typed_config.section import Section
 
 SCHEMA = 3
-# Schemas that are read. One of 2 has no `changes`: the command that makes some came later.
+# Supported schemas. Schema 2 has no `changes`, because --change-data was added later.
 _READ = (2, SCHEMA)
 _HASH = 12  # hexadecimal digits of a source's content hash in a state
 
-# What a planner adds: how far the run is.
+# Progress fields, added by the planner.
 OWN_FIELDS = ("blend", "window", "row", "opened", "step", "tokens", "quarantine", "changes")
-# What it adds where there is such a thing (`Tombstones.fields`).
+# Fields added only if there are tombstones or redactions (`Tombstones.fields`).
 TOMBSTONES = ("tombstones", "redacted")
 
 State = dict[str, Any]
 
 
 class Identity:
-    """What every state of a run says of its data: sources, packing, decoders, seed.
+    """Fields that identify a run's data in every state: sources, packing, decoders, seed.
 
     Args:
-        indices: of the sources, in the planner's order.
+        indices: indices of the sources, in the planner's order.
+        config: config of the run.
     """
 
     def __init__(self, indices: Sequence[SourceIndex], config: DataConfig):
@@ -40,14 +41,14 @@ class Identity:
             f"{index.name} {index.identity}{chosen.get(index.name, '')}" for index in indices
         )
         self.manifest = hashlib.sha256(contents.encode()).hexdigest()
-        # Name -> content, and by which lengths samples are chosen where they are.
+        # Name -> content hash, followed by the length bounds if there are any.
         self._contents = {
             index.name: index.identity[:_HASH] + chosen.get(index.name, "") for index in indices
         }
         self._packing = packing_of(config)
 
     def fields(self) -> State:
-        """Return these fields of a state."""
+        """Return the identity fields of a state."""
         return {
             "schema": SCHEMA,
             "manifest": self.manifest,
@@ -58,14 +59,14 @@ class Identity:
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Refuse, field by field, a state of another run, or one that is none.
+        """Check a state field by field; refuse a malformed state or a state of another run.
 
         Raises:
-            ValueError: naming the field.
+            ValueError: a field does not match; the message names it.
         """
         expected = self.fields()
         fields = {*expected, *OWN_FIELDS}
-        # States of earlier versions do not name the sources, nor count tokens, nor know changes.
+        # States of earlier versions may lack `sources`, `tokens` and `changes`.
         missing = {"sources", "tokens", *(("changes",) if state.get("schema") == 2 else ())}
         if ({*state} | missing) - {*TOMBSTONES} != fields:
             raise ValueError(
@@ -108,7 +109,7 @@ class Identity:
             )
 
     def _check_lists(self, state: Mapping[str, Any]) -> None:
-        """Refuse a blend or a quarantine of another form, or of other data."""
+        """Refuse `blend`, `changes` or `quarantine` if malformed or from other data."""
         window = self.config.pack_window
         try:
             starts = [start for start, _ in blend_segments_of(state)]
@@ -145,12 +146,12 @@ class Identity:
 
 
 def blend_segments_of(state: Mapping[str, Any]) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Return the (start, weights) of the segments that a state has gone through."""
+    """Return (start, weights) of the blend segments that a state holds."""
     return tuple((int(start), tuple(weights)) for start, weights in state["blend"])
 
 
 def _other_sources(found: object, here: Mapping[str, str]) -> str:
-    """Say how the sources of a state (name -> content hash, bounds) differ from this run's."""
+    """Return the message on how a state's sources (name -> hash, bounds) differ from this run's."""
     told: list[str] = []
     if isinstance(found, Mapping):
         told += [f"source {name!r} is no longer among them" for name in sorted({*found} - {*here})]
@@ -176,7 +177,7 @@ def _other_sources(found: object, here: Mapping[str, str]) -> str:
 
 
 def packing_of(config: DataConfig) -> dict[str, Any]:
-    """What else the rows depend on, small enough for a state."""
+    """Return the remaining settings that the rows depend on, in a form for states."""
     augment = json.dumps([[name, _text(config.augment[name])] for name in sorted(config.augment)])
     return {
         "seq_len": config.seq_len,
@@ -190,7 +191,7 @@ def packing_of(config: DataConfig) -> dict[str, Any]:
 
 
 def _text(value: object) -> str:
-    """A section as Name(key=value, ...): its hash in states must not change with pydantic's."""
+    """Return a section as Name(key=value, ...), so that hashes do not depend on pydantic's repr."""
     if not isinstance(value, Section):
         return repr(value)
     keys = (f"{name}={_text(getattr(value, name))}" for name in type(value).model_fields)
@@ -199,7 +200,7 @@ def _text(value: object) -> str:
 
 @lru_cache(maxsize=1)
 def _decoders() -> str:
-    """Name the libraries that turn bytes into pixels, with their versions."""
+    """Return names and versions of the decoder libraries."""
     return " ".join(f"{name} {version(name)}" for name in ("pillow", "av"))
 
 

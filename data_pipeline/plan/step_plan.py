@@ -1,4 +1,4 @@
-"""What a global step consists of: samples, media items, and where they stand in its rows."""
+"""Tables of a global step: its samples and media items, with their positions in the rows."""
 
 import hashlib
 from dataclasses import dataclass, fields
@@ -14,9 +14,9 @@ class SampleTable:
     Attributes:
         source: int16 [n] number of the source, in `Planner.indices` (sorted by name).
         index: int64 [n] sample in the source's index.
-        part: int32 [n] which part of a split text; 0 for whole samples.
+        part: int32 [n] part number of a split text; 0 for whole samples.
         position: int64 [n] position in the stream.
-        epoch: int32 [n] how often the source had been gone through before.
+        epoch: int32 [n] number of completed epochs of the source.
         varied: bool [n] augmentation applies.
         row: int32 [n] row of the step.
         start: int32 [n] first token in the row.
@@ -42,13 +42,13 @@ class ItemTable:
     """The m media items (images, video chunks) of a step, ordered by (row, start).
 
     Attributes:
-        sample: int32 [m] its sample, in the SampleTable.
-        index_line: int64 [m] its line in the source's item columns.
+        sample: int32 [m] sample of the item, in the SampleTable.
+        index_line: int64 [m] row of the item in the source's item columns.
         kind: int8 [m] KIND_IMAGE or KIND_VIDEO.
-        media: int16 [m] number of its file in the sample.
+        media: int16 [m] number of the media file in the sample.
         chunk: int16 [m] number of the chunk in its video.
         level: int16 [m] shrink level (`data_pipeline.plan.layout.limits_at`).
-        frames, grid_h, grid_w: int32 [m] frames, and patches down and across each.
+        frames, grid_h, grid_w: int32 [m] number of frames, and patch rows and columns per frame.
         row: int32 [m] row of the step.
         start: int32 [m] first media-pad token in the row.
         tokens: int32 [m] media-pad tokens.
@@ -80,7 +80,7 @@ class ItemTable:
 class GlobalPlan:
     """One global step: `num_rows` rows of `seq_len` tokens, their samples and media items.
 
-    `step` is how many steps came before it; users are told step + 1, as in metrics.jsonl.
+    `step` counts from 0; messages and metrics.jsonl show step + 1.
     """
 
     step: int
@@ -91,7 +91,7 @@ class GlobalPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of samples; padding is not counted."""
+        """Tokens of samples, without padding."""
         return int(self.samples.length.sum(dtype=np.int64))
 
     @property
@@ -101,16 +101,16 @@ class GlobalPlan:
 
     @property
     def text_tokens(self) -> int:
-        """Tokens of samples that are no media pads."""
+        """Tokens of samples, without media pads."""
         return self.num_tokens - self.vision_tokens
 
     @property
     def fill_rate(self) -> float:
-        """Tokens of samples over tokens of rows."""
+        """Ratio of sample tokens to tokens of the rows."""
         return self.num_tokens / (self.num_rows * self.seq_len)
 
     def cu_seqlens(self, row: int) -> NDArray[np.int32]:
-        """Return [0, end of each sample..., seq_len] of a row; a padding tail is the last piece."""
+        """Return [0, end of each sample..., seq_len] of a row; padding counts as a last segment."""
         if not 0 <= row < self.num_rows:
             raise ValueError(f"row {row} of a step of {self.num_rows} rows")
         first, end = np.searchsorted(self.samples.row, [row, row + 1])
@@ -122,7 +122,7 @@ class GlobalPlan:
         """Return the position ids of a row, int64 [seq_len].
 
         Args:
-            restart: begin at 0 in every document and in the padding tail; or count through.
+            restart: restart at 0 in every document and in the padding tail; False counts through.
         """
         places = np.arange(self.seq_len)
         if not restart:
@@ -131,7 +131,7 @@ class GlobalPlan:
         return places - np.repeat(borders[:-1], np.diff(borders))
 
     def content_hash(self) -> str:
-        """Return the sha256 over every number of the plan."""
+        """Return the SHA-256 over all numbers of the plan."""
         digest = hashlib.sha256(f"{self.step} {self.seq_len} {self.num_rows}".encode())
         for table in (self.samples, self.items):
             for column in fields(table):

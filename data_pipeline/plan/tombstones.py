@@ -1,16 +1,16 @@
-"""Tombstones: samples that are not drawn any more from a step on; redacted ones among them.
+"""Excludes samples from a given step on: samples with a tombstone, and redacted samples.
 
-A list says of each sample the first step without it (`data.tombstones`); a source's manifest says
-which samples were redacted, and those are out from the step in which a run first finds them so.
+The list at `data.tombstones` gives the first step without each sample. A source's manifest lists
+its redacted samples; a run excludes them from the step at which it first finds them redacted.
 
-- In windows opened at that step or later its place is filled as an unusable sample's is.
-- From the rows of windows opened before, it is taken out: what stands behind it in its row moves
-  up, and the row ends with padding. Nothing of it is read.
+- Windows opened at that step or later fill the sample's position like an unusable sample's.
+- In rows of windows opened earlier, the sample is removed. Later samples of the row move up, and
+  the row ends with padding. Nothing of the sample is read.
 
-So both are functions of the step alone, and no row before it changes. A state holds what it was
-made with: counts and hashes of the list by step, and of the samples that were redacted since when.
-The run folder holds the same with the list as it was resolved (`Tombstones.record`), so the steps
-of a run can be planned again whatever became of its checkpoints and of the list.
+Both rules depend only on the step, and no earlier row changes. A state records the tombstones it
+was planned with: counts and hashes of the list by step, and of the redacted samples with their
+first steps. The run folder records the same with the resolved list (`Tombstones.record`), so the
+steps of a run can be planned again even if its checkpoints or the list are lost.
 """
 
 import difflib
@@ -38,15 +38,15 @@ from data_pipeline.store.json_objects import parse_json
 from data_pipeline.store.open import MissingBucket, MissingKey, Store, open_store
 
 Pairs = frozenset[tuple[int, int]]
-"""(source, sample) of samples."""
+"""(source, sample) pairs."""
 _KEYS = {"source": str, "key": str, "from_step": int}
-_MAY = {"request": str}  # whose request it is: for people
-_COMPARED = 20_000  # keys among which the nearest one is looked for
+_MAY = {"request": str}  # name of the deletion request, for human readers
+_COMPARED = 20_000  # keys searched for the nearest match
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of a list of tombstones; steps count from 1, as in metrics.jsonl."""
+    """A line of a tombstone list; steps count from 1, as in metrics.jsonl."""
 
     source: str
     key: str
@@ -55,14 +55,14 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class Tombstones:
-    """The tombstones of a run.
+    """Tombstones of a run.
 
     Attributes:
-        names: of the sources, as plans number them.
+        names: source names in the order of the plan's source numbers.
         listed: int64 [n, 3] source, sample, first step (from 0) without it; each sample once.
-        redacted: of each source the redacted samples, in the order in which they became so.
-        since: from which steps on they are out.
-        passed_over: sources of lines that are for other runs, as a notice names them.
+        redacted: redacted samples of each source, in order of redaction.
+        since: first steps without the redacted samples.
+        passed_over: names of sources whose lines are for other runs, as shown in a notice.
     """
 
     names: tuple[str, ...]
@@ -73,7 +73,7 @@ class Tombstones:
 
     @cached_property
     def _by_step(self) -> NDArray[np.int64]:
-        """[n, 3] as `listed`, the redacted ones among them, by their first step."""
+        """Rows [n, 3] like `listed`, with redacted samples, sorted by first step."""
         rows, before = [self.listed], (0,) * len(self.names)
         for step, counts in self.since:
             for source, (begin, end) in enumerate(zip(before, counts, strict=True)):
@@ -85,11 +85,11 @@ class Tombstones:
 
     @cached_property
     def _sets(self) -> dict[int, Pairs]:
-        """How many of `_by_step` -> those, as a set: it keeps its hash, which plans ask for."""
+        """Cache: count -> the first `count` rows of `_by_step` as a set, which plans hash often."""
         return {}
 
     def filled(self, opened: int | None = None) -> Pairs:
-        """Return the samples whose places windows opened at a step fill; None: all there are."""
+        """Return the samples that windows opened at a step replace; None returns all samples."""
         steps = self._by_step[:, 2]
         count = len(steps) if opened is None else int(np.searchsorted(steps, opened, "right"))
         if count not in self._sets:
@@ -100,11 +100,11 @@ class Tombstones:
     def gone(
         self, samples: SampleTable, opened: int, step: int | NDArray[np.integer]
     ) -> NDArray[np.bool_]:
-        """Return which samples of windows are not to be in the rows of a step, bool [n].
+        """Return the mask of samples that the rows of a step must not contain, bool [n].
 
         Args:
-            opened: step at which the windows were opened, the earliest of them.
-            step: of all the samples, or of each.
+            opened: earliest step at which one of the windows was opened.
+            step: step of all samples, or of each sample.
         """
         if not len(samples) or not len(self._by_step):
             return np.zeros(len(samples), np.bool_)
@@ -121,12 +121,12 @@ class Tombstones:
     def taken_out(
         self, tables: tuple[SampleTable, ItemTable], opened: int, step: int
     ) -> tuple[SampleTable, ItemTable]:
-        """Return the samples and items of a step without those that are gone by then."""
+        """Return the samples and items of a step without the excluded ones."""
         gone = self.gone(tables[0], opened, step)
         return take_out(*tables, gone) if gone.any() else tables
 
     def fields(self, step: int) -> dict[str, Any]:
-        """Return what a state before a step says of them: nothing if none was in force."""
+        """Return the tombstone fields of a state before a step; empty if none was in force."""
         found: dict[str, Any] = {}
         if early := [list(one) for one in self._by_first if one[0] < step]:
             found["tombstones"] = early
@@ -135,9 +135,9 @@ class Tombstones:
         return found
 
     def record(self) -> dict[str, Any]:
-        """Return what a run folder keeps of them, ready for JSON; `recorded_tombstones` reads it.
+        """Return the run folder's record, ready for JSON; `recorded_tombstones` reads it.
 
-        `tombstones`: [source, sample, first step from 0] of each; `redacted`: as in a state.
+        `tombstones` lists [source, sample, first step from 0]; `redacted` is as in a state.
         """
         listed = [[self.names[a], b, c] for a, b, c in self.listed.tolist()]
         return {"tombstones": listed, "redacted": self._note}
@@ -148,7 +148,7 @@ class Tombstones:
 
     @cached_property
     def _by_first(self) -> tuple[tuple[int, int, str], ...]:
-        """First step, number of tombstones, a hash over their sources' names and samples."""
+        """Rows of (first step, number of tombstones, hash of their source names and samples)."""
         found = []
         for first in np.unique(self.listed[:, 2]).tolist():
             rows = self.listed[self.listed[:, 2] == first].tolist()
@@ -157,10 +157,11 @@ class Tombstones:
         return tuple(found)
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state whose steps were planned with other tombstones than the list has.
+        """Refuse a state whose steps were planned with tombstones that differ from the list.
 
         Raises:
-            ValueError: names the step, and the earliest one at which new tombstones may begin.
+            ValueError: the tombstones differ; the message names the step and the earliest step at
+                which new tombstones may begin.
         """
         done = state["step"]
         theirs, mine = state.get("tombstones", []), self.fields(done).get("tombstones", [])
@@ -184,10 +185,10 @@ class Tombstones:
         )
 
     def going_on(self, state: Mapping[str, Any]) -> "Tombstones":
-        """Return those of a run that goes on from a state: what was redacted since is out from it.
+        """Return the tombstones of a run resumed from a state; new redactions start at its step.
 
         Raises:
-            ValueError: other samples were redacted first here than the state says.
+            ValueError: the order of redactions in this root differs from the state.
         """
         note = state.get("redacted", [])
         since = since_of("state field 'redacted'", note, self.names, self.redacted)
@@ -197,7 +198,7 @@ class Tombstones:
         return replace(self, since=since)
 
     def notices(self) -> list[str]:
-        """Return what a person should know of them, a line each."""
+        """Return notices for the user, one line each."""
         told = []
         if n := len(self.listed):
             first, last = (int(end(self.listed[:, 2])) + 1 for end in (np.min, np.max))
@@ -218,7 +219,7 @@ class Tombstones:
         return told
 
     def _redacted_since(self, source: int) -> str:
-        """Say from which steps on how many of a source's redacted samples are out."""
+        """Return a text with the counts and first steps of a source's redacted samples."""
         found, before = list[tuple[int, int]](), 0
         for step, counts in self.since:
             if counts[source] > before:
@@ -230,15 +231,16 @@ class Tombstones:
 
 
 def tombstones_of(config: DataConfig, indices: Sequence[SourceIndex]) -> Tombstones:
-    """Read the list that `data.tombstones` names, and take what the sources say was redacted.
+    """Read the list at `data.tombstones`, and take the redacted samples from the indices.
 
     Args:
-        config: of the run.
-        indices: of the sources, as plans number them; lines of the run's others are left out.
+        config: config of the run.
+        indices: indices in the order of the plan's source numbers; lines of the run's other
+            sources are left out.
 
     Raises:
-        ValueError: the list is not as it must be; names file, line, value and what was expected.
-        IndexMismatch, StoreError: it or the manifest of a source that it names cannot be read.
+        ValueError: the list is malformed; names file, line, value and the expected form.
+        IndexMismatch, StoreError: the list, or the manifest of a source in it, cannot be read.
     """
     names = tuple(index.name for index in indices)
     redacted = tuple(index.redacted for index in indices)
@@ -253,15 +255,16 @@ def tombstones_of(config: DataConfig, indices: Sequence[SourceIndex]) -> Tombsto
 
 
 def recorded_tombstones(where: str, text: str, indices: Sequence[SourceIndex]) -> Tombstones:
-    """Return the tombstones of a run by what its folder keeps of them (`Tombstones.record`).
+    """Return the tombstones of a run from the record in its folder (`Tombstones.record`).
 
     Args:
-        where: names the file in messages.
-        text: of it.
-        indices: of the sources, as plans number them; more may be redacted in them by now.
+        where: name of the file, for messages.
+        text: content of the file.
+        indices: indices in the order of the plan's source numbers; more of their samples may be
+            redacted by now.
 
     Raises:
-        ValueError: it is no such file, or belongs to other sources.
+        ValueError: the text is not such a record, or belongs to other sources.
     """
     names = tuple(index.name for index in indices)
     sizes = [index.num_samples for index in indices]
@@ -288,12 +291,12 @@ def _passed_over(
     config: DataConfig,
     indices: Sequence[SourceIndex],
 ) -> tuple[str, ...]:
-    """Return the sources of lines that are for other runs: a list may be shared.
+    """Return the sources whose lines are for other runs, because runs may share a list.
 
     Raises:
-        ValueError: such a line looks meant for a source of this run. A sample of its key is there
-            without a line, and the two share shards, or the line's source is not under the root and
-            has a similar name.
+        ValueError: such a line probably means a source of this run. That source has a sample with
+            the line's key but no line for it. In addition, the two sources share shards, or the
+            line's source is not under the root and its name is similar.
     """
     known = sorted({*config.source_names, *config.heldout})
     own = {(entry.source, entry.key) for _, entry in entries}
@@ -326,7 +329,7 @@ def _passed_over(
 
 
 def _shards_of(config: DataConfig, names: Sequence[str]) -> dict[str, set[str] | None]:
-    """Return the keys of the shards of sources under the root of a run; None: there is no such."""
+    """Return the shard keys of sources under the root of a run; None for a missing source."""
     found: dict[str, set[str] | None] = dict.fromkeys(names)
     if not names:
         return found
@@ -334,7 +337,7 @@ def _shards_of(config: DataConfig, names: Sequence[str]) -> dict[str, set[str] |
         open_store(config.root, endpoint=config.endpoint, patience=config.patience)
     ) as store:
         for name in names:
-            with suppress(ValueError, MissingKey, MissingBucket):  # or no name of a source
+            with suppress(ValueError, MissingKey, MissingBucket):  # missing, or an invalid name
                 check_source_name(name)
                 store.head(manifest_key(name))
                 found[name] = {shard["key"] for shard in read_manifest(store, name)["shards"]}
@@ -342,15 +345,15 @@ def _shards_of(config: DataConfig, names: Sequence[str]) -> dict[str, set[str] |
 
 
 def parse_entries(where: str, text: str, *, steps: bool = True) -> list[tuple[int, Entry]]:
-    """Return the lines of a list of tombstones, with their numbers.
+    """Return the lines of a tombstone list with their line numbers.
 
     Args:
-        where: names the list in messages.
-        text: JSON lines {"source", "key", "from_step"}; "request" is for people.
-        steps: whether each line must have a step; 1 where it has none.
+        where: name of the list, for messages.
+        text: JSON lines {"source", "key", "from_step"}; "request" is optional, for human readers.
+        steps: True if each line must have a step; otherwise a missing step is 1.
 
     Raises:
-        ValueError: names the line.
+        ValueError: a line is malformed; the message names it.
     """
     found: list[tuple[int, Entry]] = []
     # Not `splitlines`: inside a JSON text other separators of lines, as in a request, are letters.
@@ -383,10 +386,10 @@ def parse_entries(where: str, text: str, *, steps: bool = True) -> list[tuple[in
 def resolve_entries(
     where: str, entries: Sequence[tuple[int, Entry]], indices: Sequence[SourceIndex]
 ) -> NDArray[np.int64]:
-    """Return what lines of a list mean, int64 [n, 3] as `Tombstones.listed`.
+    """Return the entries of a list as int64 [n, 3], in the form of `Tombstones.listed`.
 
     Raises:
-        ValueError: names the first line whose key its source does not have.
+        ValueError: a source lacks the key of a line; the message names the first such line.
     """
     rows = [np.zeros((0, 3), np.int64)]
     for source, index in enumerate(indices):
@@ -402,7 +405,7 @@ def resolve_entries(
 
 
 def samples_of(index: SourceIndex, keys: Sequence[str]) -> NDArray[np.int64]:
-    """Return the numbers of samples by their keys, -1 for one that the source does not have."""
+    """Return the numbers of samples by key; -1 for keys that the source does not have."""
     if not keys:
         return np.zeros(0, np.int64)
     number = {key: at for at, key in enumerate(dict.fromkeys(keys))}
@@ -411,13 +414,13 @@ def samples_of(index: SourceIndex, keys: Sequence[str]) -> NDArray[np.int64]:
     places = at.fill_null(-1).to_numpy(zero_copy_only=False)
     there = np.flatnonzero(places >= 0)
     found = np.full(len(number), -1, np.int64)
-    # Backwards, so that of a key that is there twice the first one counts.
+    # Assign in reverse order, so that the first sample wins if a key occurs twice.
     found[places[there[::-1]]] = there[::-1]
     return found[[number[key] for key in keys]]
 
 
 def unknown_key(index: SourceIndex, key: str) -> str:
-    """Say that a source has no sample of a key, and which one may be meant."""
+    """Return the message that a source has no sample with a key, with the nearest known key."""
     near = difflib.get_close_matches(key, [str(one) for one in index.key[:_COMPARED]], 1)
     guess = f"; did you mean {near[0]!r}?" if near else ""
     return f"source {index.name!r} has no sample {key!r} among {index.num_samples:,}{guess}"
@@ -426,7 +429,7 @@ def unknown_key(index: SourceIndex, key: str) -> str:
 def take_out(
     samples: SampleTable, items: ItemTable, gone: NDArray[np.bool_]
 ) -> tuple[SampleTable, ItemTable]:
-    """Take samples [n] out of the rows of a step; those behind them in a row move up."""
+    """Remove samples (mask `gone` [n]) from the rows of a step; later samples move up."""
     lost = np.where(gone, samples.length, 0).astype(np.int64)
     before = np.cumsum(lost) - lost
     shift = (before - before[np.searchsorted(samples.row, samples.row)]).astype(np.int32)
@@ -441,10 +444,10 @@ def take_out(
 
 
 def open_list(config: DataConfig) -> tuple[Store, str] | None:
-    """Return the store and the key of the list that `data.tombstones` names; None: it names none.
+    """Return store and key of the list at `data.tombstones`; None if there is no list.
 
     Raises:
-        ValueError, AccessDenied: as `open_store`.
+        ValueError, AccessDenied: as in `open_store`.
     """
     name = config.tombstones
     if name is None:
@@ -457,7 +460,7 @@ def open_list(config: DataConfig) -> tuple[Store, str] | None:
 
 
 def _read(opened: tuple[Store, str]) -> tuple[str, str]:
-    """Return what messages call the list, and its text."""
+    """Return the list's name for messages, and its text."""
     store, key = opened
     where = f"data.tombstones {store.uri}/{key}"
     try:
@@ -469,7 +472,7 @@ def _read(opened: tuple[Store, str]) -> tuple[str, str]:
 
 
 def _earliest(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return rows [n, 3] sorted by source and sample; of equal ones that of the first step."""
+    """Return rows [n, 3] sorted by source and sample; duplicates keep the earliest step."""
     rows = rows[np.lexsort(rows.T[::-1])]
     same = (rows[1:, :2] == rows[:-1, :2]).all(axis=1)
     return rows[np.concatenate([np.ones(min(len(rows), 1), np.bool_), ~same])]

@@ -1,8 +1,8 @@
-"""What chance makes of samples, before any byte of them is read: sizes, variants, regions in view.
+"""Draws the augmentation of samples from metadata only: sizes, text variants, visible regions.
 
-A function of (seed, source, sample, epoch) and the index. The planner asks it for thousands of
-samples at once, to know their lengths; the fetcher asks again for the few it reads, to know what to
-do to their pixels and what to write.
+The draws are a function of (seed, source, sample, epoch) and the index. The planner computes them
+for thousands of samples at once to get their lengths. The fetcher computes them again for the few
+samples it reads, to augment their pixels and write their regions.
 """
 
 from collections.abc import Mapping
@@ -22,15 +22,15 @@ from moonvit3d.geometry import KIND_IMAGE
 
 @dataclass(frozen=True, eq=False)
 class Chance:
-    """What happens to n samples.
+    """Random draws of n samples.
 
     Attributes:
-        variant: int64 [pieces] which text of each piece.
-        image: int64 [k] which of the samples' items are images.
-        draws: of those images.
+        variant: int64 [pieces] index of the chosen text of each piece.
+        image: int64 [k] positions of the images among the samples' items.
+        draws: draws of those images.
         keep: bool [regions] the region is still in view.
-        points: float64 [points, 2] where the regions' points are in the picture as it is drawn.
-        lost: bool [n] the sample had regions, and none is in view any more.
+        points: float64 [points, 2] the regions' points in the augmented image.
+        lost: bool [n] the sample had regions, and none of them is still in view.
     """
 
     variant: NDArray[np.int64]
@@ -43,12 +43,12 @@ class Chance:
 
 @dataclass(frozen=True)
 class Detail:
-    """What happens to one sample.
+    """Random draws of one sample.
 
     Attributes:
-        variants: which text of each piece, in order.
-        draws: number of a media file -> what is done to that image; images left alone are absent.
-        regions: the numbers to write for each region, in order; None for one that left the frame.
+        variants: index of the chosen text of each piece, in order.
+        draws: number of a media file -> draw of that image; unchanged images are absent.
+        regions: numbers to write for each region, in order; None for a region outside the frame.
     """
 
     variants: tuple[int, ...]
@@ -57,12 +57,12 @@ class Detail:
 
 
 class Variation:
-    """The chances of one source.
+    """Random draws for the samples of one source.
 
     Args:
-        index: of the source.
-        config: what may happen.
-        seed: the run's data seed.
+        index: index of the source.
+        config: augmentation settings.
+        seed: data seed of the run.
     """
 
     def __init__(self, index: SourceIndex, config: AugmentConfig, seed: int):
@@ -77,7 +77,7 @@ class Variation:
         epochs: NDArray[np.integer],
         applied: NDArray[np.bool_] | None = None,
     ) -> Chance:
-        """Draw for samples [n] in their epochs [n]; where `applied` is False nothing happens."""
+        """Return the draws of samples [n] in epochs [n]; False in `applied` disables them."""
         index, config = self._index, self._config
         applied = np.ones(len(samples), np.bool_) if applied is None else applied
         keys = sample_keys(self._seed, index.name, samples, epochs)
@@ -112,7 +112,7 @@ class Variation:
         draws: Draws,
         applied: NDArray[np.bool_],
     ) -> tuple[NDArray[np.bool_], NDArray[np.float64], NDArray[np.bool_]]:
-        """Move the samples' regions with their pictures; those left alone keep all of them."""
+        """Move regions with their images; samples without augmentation keep all regions."""
         index = self._index
         regions, region_ptr = gather_rows(index.region_ptr, samples)
         points, _ = gather_rows(index.point_ptr, samples)
@@ -137,7 +137,7 @@ class Variation:
         return keep, moved, lost
 
     def changes(self, samples: NDArray[np.integer], chance: Chance) -> Changes:
-        """Return what the chance means for the sizes of those samples."""
+        """Return the piece and item sizes of those samples after the draws."""
         index = self._index
         pieces, piece_ptr = gather_rows(index.piece_ptr, samples)
         items, _ = gather_rows(index.item_ptr, samples)
@@ -164,7 +164,7 @@ class Variation:
         epochs: NDArray[np.integer],
         applied: NDArray[np.bool_],
     ) -> list[Detail]:
-        """Return what happens to each of samples [n], `applied` [n] as the plan has it."""
+        """Return the draws of each of samples [n]; `applied` [n] comes from the plan."""
         index = self._index
         chance = self.chance(samples, epochs, applied)
         items, item_ptr = gather_rows(index.item_ptr, samples)
@@ -184,7 +184,7 @@ class Variation:
     def _numbers(
         self, samples: NDArray[np.integer], chance: Chance
     ) -> list[tuple[tuple[int, ...] | None, ...]]:
-        """Return the numbers that are written for each region of each sample."""
+        """Return the numbers to write for each region of each sample."""
         index = self._index
         regions, region_ptr = gather_rows(index.region_ptr, samples)
         numbers: list[tuple[int, ...] | None] = []
@@ -206,15 +206,15 @@ class Variation:
         region_ptr: NDArray[np.int64],
         image: NDArray[np.int64],
     ) -> NDArray[np.int64]:
-        """Return which of the samples' images each region lies in."""
+        """Return, for each region, which of the samples' images contains it."""
         _, item_ptr = gather_rows(self._index.item_ptr, samples)
         owner = np.repeat(np.arange(len(samples)), np.diff(region_ptr))
-        # Regions lie in images alone, so it is found.
+        # Only images have regions, so the search always finds the item.
         return np.searchsorted(image, item_ptr[owner] + self._index.region_item[regions])
 
 
 def _only(draws: Draws, applied: NDArray[np.bool_]) -> Draws:
-    """Undo the draws of images that are to be left alone."""
+    """Return the draws with identity draws for images that must stay unchanged."""
     no = np.zeros_like(applied)
     left = draw(AugmentConfig(), no.astype(np.uint64), draws.height, draws.width, no, no)
     return Draws(*(

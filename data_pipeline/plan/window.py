@@ -1,4 +1,4 @@
-"""A packed window of the stream, and rows of several of them as the rows of one step."""
+"""Packed windows of the stream, and the rows of several windows joined into one step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -15,7 +15,7 @@ Table = TypeVar("Table", SampleTable, ItemTable)
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """A packed window: its samples by (row, start), their items, where each sample's begin."""
+    """A packed window with its samples, ordered by (row, start), and their items."""
 
     packed: PackedWindow
     samples: SampleTable  # rows of the window; starts in the row
@@ -23,7 +23,7 @@ class Window:
     item_ptr: NDArray[np.int64]  # [samples + 1]; items of sample i are item_ptr[i]:item_ptr[i + 1]
 
     def tokens_before(self, row: int, kept: NDArray[np.bool_]) -> tuple[int, int]:
-        """Return text and vision tokens of the samples that are `kept` in the rows before one."""
+        """Return text and vision tokens of the `kept` samples in the rows before `row`."""
         end = int(self.packed.row_ptr[row])
         items, media = int(self.item_ptr[end]), self.items
         vision = int(media.tokens[:items].sum(dtype=np.int64, where=kept[media.sample[:items]]))
@@ -31,7 +31,7 @@ class Window:
 
 
 def join(pieces: Sequence[tuple[Window, int, int]]) -> tuple[SampleTable, ItemTable]:
-    """Take rows of each (window, first, end) and number them through as the rows of a step."""
+    """Join rows first..end-1 of each (window, first, end) into the rows of a step."""
     samples: list[SampleTable] = []
     items: list[ItemTable] = []
     rows_before = samples_before = 0

@@ -1,1 +1,1 @@
-"""Objects by key, in S3, a folder or memory, with the failures of networks handled."""
+"""Object stores: S3, a folder or memory behind one interface, with network failures handled."""

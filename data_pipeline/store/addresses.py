@@ -1,20 +1,21 @@
-"""Addresses of stores and endpoints as people write them: what they mean, and what is refused.
+"""Parses and checks addresses of stores and endpoints.
 
-None may carry a credential: an address ends up in run folders, logs and messages, so what is
-refused for that is named, never shown. And none that was meant for a store may become a folder
-because a slash was forgotten. Pure, and without boto3: configurations are checked with it.
+Addresses must not contain credentials, because they appear in run folders, logs and messages; an
+error names such an address without showing the credential. An address meant for a store must not
+become a folder because of a missing slash. The module is pure and does not need boto3, because it
+checks configurations.
 """
 
 import os
 import re
 
-# What stands before the host: "user@", "user:password@"; a password may hold slashes.
+# "user@" or "user:password@" before the host; a password may contain slashes.
 _CREDENTIALS = re.compile(r"(?<=://)[^/@:\s]*(?::[^@]*)?@")
 
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(//)?")
-# A path may hold a colon ("run:1/a"). These mean an object store or a server, or a folder as a URI,
-# even if the slashes are missing.
+# A path may contain a colon ("run:1/a"), but these prefixes always mean a URI, even if the slashes
+# are missing.
 _MEANT = {
     *("s3", "s3a", "s3n", "s3p", "gs", "gcs", "az", "abfs", "abfss", "wasb", "wasbs", "adl"),
     *("hdfs", "oss", "cos", "obs", "r2", "b2", "hf", "http", "https", "ftp", "sftp"),
@@ -23,14 +24,14 @@ _MEANT = {
 
 
 def split_place(what: str, place: str) -> tuple[str, str]:
-    """Return the scheme of a place ("s3", "memory", "file"; "" for a path), and what follows it.
+    """Return the scheme of an address ("s3", "memory", "file"; "" for a path) and its remainder.
 
     Args:
-        what: names it in the message, such as "data.root".
+        what: name of the address in messages, such as "data.root".
         place: a URI or a path.
 
     Raises:
-        ValueError: a URI of another kind, or one that is misspelt; or it holds a credential.
+        ValueError: the URI has an unknown scheme, is misspelt, or contains a credential.
     """
     check_address(what, place)
     match = _SCHEME.match(place)
@@ -47,10 +48,10 @@ def split_place(what: str, place: str) -> tuple[str, str]:
 
 
 def check_local(what: str, path: str | os.PathLike[str]) -> None:
-    """Refuse a URI where a folder of this machine or of a shared file system is meant.
+    """Refuse a URI where a local or shared folder is expected.
 
     Raises:
-        ValueError: says what to do; a path object has lost one of the two slashes.
+        ValueError: the path is a URI, also as a `Path`, which drops one of the two slashes.
     """
     text = os.fspath(path)
     match = _SCHEME.match(text)
@@ -65,11 +66,11 @@ def check_address(what: str, address: str | None) -> None:
     """Refuse an address with a user name or password in it.
 
     Args:
-        what: names it in the message, such as "data.root".
+        what: name of the address in messages, such as "data.root".
         address: a URI, a path, or None.
 
     Raises:
-        ValueError: says what to do; the address is not part of it.
+        ValueError: the address contains credentials; the message masks them and says what to do.
     """
     if address and _CREDENTIALS.search(address):
         raise ValueError(
@@ -79,10 +80,10 @@ def check_address(what: str, address: str | None) -> None:
 
 
 def check_endpoint(what: str, endpoint: str | None) -> None:
-    """Refuse an endpoint with credentials in it, or without a scheme, which no client could ask.
+    """Refuse an endpoint with credentials or without a scheme.
 
     Raises:
-        ValueError: says what to write.
+        ValueError: the endpoint is not usable; the message says what to write.
     """
     check_address(what, endpoint)
     if endpoint and not re.match(r"https?://[^/]", endpoint):
@@ -93,11 +94,11 @@ def check_endpoint(what: str, endpoint: str | None) -> None:
 
 
 def endpoint_of(uri: str, endpoint: str | None) -> str:
-    """Return the endpoint of a store as it is noted down: "" for a folder or Amazon's own.
+    """Return the endpoint of a store for records; "" for a folder or Amazon's default.
 
     Args:
-        uri: of the store, a folder as a path.
-        endpoint: as given; None: as the environment says.
+        uri: URI of the store, or the path of a folder.
+        endpoint: the configured endpoint; None uses the environment.
     """
     return (endpoint or environment_endpoint() or "") if "://" in uri else ""
 
@@ -105,7 +106,7 @@ def endpoint_of(uri: str, endpoint: str | None) -> str:
 def environment_endpoint() -> str | None:
     """Return the S3 endpoint of the environment: AWS_ENDPOINT_URL_S3, else AWS_ENDPOINT_URL.
 
-    None where neither is set, or AWS_IGNORE_CONFIGURED_ENDPOINT_URLS is true.
+    It is None if neither is set, or if AWS_IGNORE_CONFIGURED_ENDPOINT_URLS is true.
     """
     if endpoints_ignored():
         return None
@@ -113,10 +114,10 @@ def environment_endpoint() -> str | None:
 
 
 def endpoints_ignored() -> bool:
-    """Whether the environment says that no endpoint of the environment or of a file counts."""
+    """Return whether AWS_IGNORE_CONFIGURED_ENDPOINT_URLS disables configured endpoints."""
     return os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true"
 
 
 def masked(address: str) -> str:
-    """The address with stars in place of a user name and password, for messages."""
+    """Return the address with user name and password replaced by stars, for messages."""
     return _CREDENTIALS.sub("***@", address)

@@ -1,19 +1,19 @@
-"""A request budget for a node: so many requests a second, all its processes together.
+"""Request budget shared by the processes of a node: limits their total requests per second.
 
-A token bucket in a small file that the processes share. Whoever wants to send a request draws a
-ticket; tickets are served in their order, `rate` of them a second, so nobody is overtaken, and a
-change of the rate reaches everybody who waits. A process that dies in the queue leaves a ticket
-that nobody uses: one request less, and nothing to clean up.
+The budget is a token bucket in a small shared file. A process draws a ticket for each request.
+Tickets are served in order, `rate` of them per second, so no request overtakes another, and a
+change of the rate reaches all waiting processes. If a process dies in the queue, its ticket is
+lost, which costs one request and needs no cleanup.
 
-The rate follows the server (AIMD, as TCP does): an answer 503 or 429 to any process halves it, at
-most once a second; then it grows by the same step each second until it is at its ceiling again.
+The rate follows the server (AIMD, as in TCP). A 503 or 429 response to any process halves it, at
+most once a second. Then it grows by a constant step per second until it reaches its ceiling again.
 
-Two locks, both gone with the process that holds them, however it ends:
+There are two locks; the kernel releases both when a process ends for any reason:
 
-- `requests.budget`, locked for the microseconds of one change;
-- `requests.users`, locked shared by everyone who has the budget open. Who can lock it alone is
-  alone and starts afresh; so a file left behind, by another configuration or before a reboot, is
-  never believed.
+- `requests.budget` is locked for the microseconds of one change.
+- `requests.users` is locked (shared) by every process that has the budget open. A process that gets
+  the exclusive lock is the only user and resets the state. So a stale file, left by another
+  configuration or before a reboot, is never used.
 """
 
 import fcntl
@@ -34,25 +34,25 @@ from types import TracebackType
 from data_pipeline.store.objects import StoreError, StoreUnavailable
 from data_pipeline.store.private import private_folder
 
-_CUT = 0.5  # of the rate, when the server asks for less
+_CUT = 0.5  # factor on the rate when the server throttles
 _CUT_EVERY_S = 1.0
-_RECOVERY_S = 60.0  # from the floor to the ceiling
-_FLOOR = 1 / 64  # of the ceiling
-_LOOK_S = 0.25  # a change of the rate reaches who waits within this
+_RECOVERY_S = 60.0  # time from the floor to the ceiling
+_FLOOR = 1 / 64  # fraction of the ceiling
+_LOOK_S = 0.25  # waiting processes notice a change of the rate within this time
 _PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """The state of the budget; pure arithmetic on it.
+    """State of the budget, with pure arithmetic on it.
 
-    ceiling: requests a second, as configured.
-    burst: requests that an idle budget saves.
-    rate: requests a second at this time.
+    ceiling: configured requests per second.
+    burst: requests that an idle budget saves up.
+    rate: current requests per second.
     drawn: tickets drawn so far.
-    served: tickets that may go, at most `burst` above `drawn`.
-    at: seconds of the clock for which this holds.
-    cut_at: when the rate was cut last.
+    served: tickets released so far, at most `burst` above `drawn`.
+    at: time of this state, in seconds of the monotonic clock.
+    cut_at: time of the last rate cut.
     """
 
     ceiling: float
@@ -65,11 +65,11 @@ class Bucket:
 
     @staticmethod
     def fresh(ceiling: float, burst: float, now: float) -> "Bucket":
-        """A full bucket at its full rate."""
+        """Return a full bucket at its full rate."""
         return Bucket(ceiling, burst, ceiling, 0.0, burst, now, -math.inf)
 
     def later(self, now: float) -> "Bucket":
-        """The state at `now`: tickets served, and the rate on its way up again."""
+        """Return the state at `now`, with more tickets served and a partly recovered rate."""
         passed = max(0.0, now - self.at)
         return replace(
             self,
@@ -79,7 +79,7 @@ class Bucket:
         )
 
     def cut(self) -> "Bucket":
-        """The server asked for less: a lower rate, and nothing saved; once a second at most."""
+        """Return the state with a lower rate and no saved requests; at most one cut per second."""
         if self.at - self.cut_at < _CUT_EVERY_S:
             return self
         return replace(
@@ -90,7 +90,7 @@ class Bucket:
         )
 
     def wait(self, ticket: float) -> float:
-        """Seconds until `ticket` may go, at this rate."""
+        """Return the seconds until `ticket` is served at this rate."""
         return max(0.0, (ticket - self.served) / self.rate)
 
 
@@ -99,20 +99,21 @@ _MAGIC = b"budget1\0"
 
 
 class Budget:
-    """A node's request budget. Every process of the node opens its own on the same folder.
+    """Request budget of a node; every process opens its own object on the same folder.
 
-    Pickling one opens it anew in the other process. Not for use after `close`.
+    Unpickling opens it again in the other process. Do not use it after `close`.
 
     Args:
-        folder: where the two files are; local to the node and not swept by a cleaner. Made if it
-            is not there; nobody else may be able to write to it (`data_pipeline.store.private`).
-        rate: requests a second, all processes together.
-        burst: requests that may go at once after a pause; None: those of one second.
+        folder: folder of the two files, created if missing. It must be local to the node, not
+            subject to automatic cleanup, and writable only by this user
+            (`data_pipeline.store.private`).
+        rate: requests per second, over all processes.
+        burst: requests allowed at once after a pause; None allows the requests of one second.
 
     Raises:
-        ValueError: a rate or burst that is no number above 0; other processes have the budget
-            open with other numbers; or processes of another machine do.
-        StoreError: the folder cannot be written, or others can.
+        ValueError: the rate is not above 0 or the burst is below 1, other processes have the budget
+            open with other numbers, or processes of another machine have it open.
+        StoreError: the folder is not writable, or other users can write to it.
     """
 
     def __init__(
@@ -153,15 +154,15 @@ class Budget:
         """Wait until one request may be sent.
 
         Args:
-            what: what is to be read or written, for the message of an error.
+            what: the object to read or write, for error messages.
             timeout: seconds after which to stop waiting.
-            closing: an event that ends the wait.
+            closing: event that ends the wait.
 
         Returns:
             Seconds waited.
 
         Raises:
-            StoreUnavailable: it took longer, or `closing` was set.
+            StoreUnavailable: the wait exceeded `timeout`, or `closing` was set.
             StoreError: the budget's file cannot be used.
         """
         begin = time.monotonic()
@@ -182,23 +183,23 @@ class Budget:
         return time.monotonic() - begin
 
     def throttled(self) -> None:
-        """Tell that the server asked for fewer requests."""
+        """Record that the server throttled a request."""
         with self._change("a throttled request", time.monotonic() + _PATIENCE_S) as held:
             held.bucket = held.bucket.cut()
 
     def spare(self) -> bool:
-        """May a request go now that need not go at all? Not while the rate is below its ceiling."""
+        """Return whether an optional request may be sent now: the rate must be at its ceiling."""
         bucket = self.bucket
         return bucket.rate >= bucket.ceiling and bucket.served - bucket.drawn >= 1
 
     @property
     def bucket(self) -> Bucket:
-        """The state at this moment."""
+        """Current state."""
         with self._change("the state", time.monotonic() + _PATIENCE_S) as held:
             return held.bucket
 
     def close(self) -> None:
-        """Let go of the files. They stay: a process that comes later starts them afresh."""
+        """Close the files. They stay on disk; the next first user resets them."""
         files, self._files = self._files, None
         for file in files or ():
             os.close(file)
@@ -230,10 +231,10 @@ class Budget:
             raise
 
     def _check_others(self) -> None:
-        """Refuse to join processes that mean something else by this folder."""
+        """Refuse to join if the other users have other settings or run on another machine."""
         raw = self._read_raw()
         if raw is None:
-            return  # damaged: the next change starts it afresh
+            return  # damaged; the next change resets it
         machine, bucket = raw
         if machine != _machine():
             raise ValueError(
@@ -248,21 +249,21 @@ class Budget:
             )
 
     def _ticket(self, ticket: float, what: str, deadline: float) -> tuple[float, Bucket]:
-        """The state, with a new ticket unless it knows `ticket` already."""
+        """Return a ticket and the state; draw a new ticket if `ticket` is not in the state."""
         with self._change(what, deadline) as held:
-            if ticket > held.bucket.drawn:  # the first time, or after damage to the file
+            if ticket > held.bucket.drawn:  # on the first call, or after damage to the file
                 ticket = held.bucket.drawn + 1
                 held.bucket = replace(held.bucket, drawn=ticket)
             return ticket, held.bucket
 
     @contextmanager
     def _change(self, what: str, deadline: float) -> Iterator["_Held"]:
-        """The state of this moment, locked; what is left in `bucket` is written back."""
+        """Yield the current state under the lock; `bucket` is written back at the end."""
         if self._pid != os.getpid():
-            self._open()  # after a fork: a lock shared with the parent would keep nobody out
+            self._open()  # after a fork, parent and child share the lock, which excludes neither
         with self._locked(what, deadline):
             now, raw = time.monotonic(), self._read_raw()
-            # Something wrote over the file: go on with an empty bucket.
+            # If the file was overwritten, continue with an empty bucket.
             bucket = replace(Bucket.fresh(self.ceiling, self.burst, now), served=0.0)
             if raw is not None:
                 bucket = raw[1].later(now)
@@ -307,7 +308,7 @@ class Budget:
             ) from error
 
     def _read_raw(self) -> tuple[bytes, Bucket] | None:
-        """The machine that wrote the file and the state; None if it is not a sound file."""
+        """Return the machine that wrote the file, and the state; None if the file is invalid."""
         assert self._files is not None
         data = os.pread(self._files[0], _LAYOUT.size, 0)
         if len(data) != _LAYOUT.size:
@@ -323,7 +324,7 @@ class Budget:
 
 
 class _Held:
-    """The state inside `_change`."""
+    """Mutable state inside `_change`."""
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
@@ -339,9 +340,9 @@ def _try_lock(file: int) -> bool:
 
 @cache
 def _machine() -> bytes:
-    """16 bytes for this machine since its start: what the clock of the state belongs to."""
+    """Return 16 bytes that identify this machine and its boot, because clocks restart at boot."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
-    except OSError:  # no Linux: the name must do
+    except OSError:  # not Linux: use the host name
         boot = os.uname().nodename.encode()
     return hashlib.blake2b(boot, digest_size=16).digest()

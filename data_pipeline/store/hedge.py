@@ -1,10 +1,10 @@
-"""A second request for a read that is late; whichever is complete first is the answer.
+"""Hedged reads: sends a second request for a late read and uses whichever completes first.
 
-Both ask for the same bytes of the same version, so the answer's bits never change; only the slow
-tail does. After "The Tail at Scale" (Dean and Barroso, CACM 2013): a hedge is sent once a read has
-taken longer than a high percentile of reads of its size, which costs a few percent more requests.
+Both requests read the same bytes of the same version, so hedging changes only the latency tail, not
+the result. Following "The Tail at Scale" (Dean and Barroso, CACM 2013), a hedge is sent when a read
+takes longer than a high percentile of reads of its size, which costs a few percent more requests.
 
-Nothing here knows what a request is: a `Flight` is anything that can be made, run and abandoned.
+The module is independent of the request type: a `Flight` is anything with `run` and `abandon`.
 """
 
 import math
@@ -15,14 +15,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-_IDLE_S = 10.0  # a thread without work for so long ends: a store that nobody closed leaks none
+_IDLE_S = 10.0  # idle threads end after this time, so a store that is not closed leaks none
 
 
 class Flight(Protocol):
-    """One request on its way. `run` never raises: it leaves what happened in `error`.
+    """One request in progress. `run` never raises; it stores an exception in `error`.
 
-    sent: time.monotonic() when the request left, None before that.
-    got: bytes that have arrived.
+    sent: time.monotonic() when the request was sent; None before that.
+    got: number of bytes received.
     """
 
     sent: float | None
@@ -30,11 +30,11 @@ class Flight(Protocol):
     error: Exception | None
 
     def run(self) -> None:
-        """Do the request, in the calling thread."""
+        """Run the request in the calling thread."""
         ...
 
     def abandon(self) -> None:
-        """Called from another thread: end as soon as possible, nobody wants the answer."""
+        """End as soon as possible without a result; called from another thread."""
         ...
 
 
@@ -42,7 +42,7 @@ F = TypeVar("F", bound=Flight)
 
 
 class Crew:
-    """At most `limit` daemon threads, started when they are needed, ended when they are idle."""
+    """Pool of at most `limit` daemon threads that start on demand and end when idle."""
 
     def __init__(self, limit: int, name: str) -> None:
         self._limit, self._name = limit, name
@@ -52,7 +52,7 @@ class Crew:
         self._closed = False
 
     def start(self, job: Callable[[], None]) -> bool:
-        """Run `job` in a thread at once; False if all are busy. A job must not raise."""
+        """Run `job` in a thread now; return False if all are busy. A job must not raise."""
         with self._lock:
             if self._closed:
                 return False
@@ -67,7 +67,7 @@ class Crew:
         return True
 
     def close(self) -> None:
-        """Let the threads end: idle ones now, the others after their job."""
+        """End idle threads now and busy threads after their job."""
         with self._lock:
             self._closed = True
             for _ in range(self._threads):
@@ -85,7 +85,7 @@ class Crew:
             return self._jobs.get(timeout=_IDLE_S)
         except queue.Empty:
             with self._lock:
-                try:  # a job may have been put, counting on this thread, since the time ran out
+                try:  # a job for this thread may have been queued since the timeout
                     return self._jobs.get_nowait()
                 except queue.Empty:
                     self._free -= 1
@@ -94,28 +94,28 @@ class Crew:
 
 
 class Latencies:
-    """How long reads of a size take: recent times by size class (64 KiB, then each doubling)."""
+    """Recent read times by size class (up to 64 KiB, then one class per doubling)."""
 
     def __init__(self, share: float, samples: int, window: int = 256) -> None:
         self._share, self._samples, self._window = share, samples, window
         self._lock = threading.Lock()
         self._seconds: dict[int, deque[float]] = {}
-        self._known: dict[int, tuple[int, float]] = {}  # noted until the next look, quantile
+        self._known: dict[int, tuple[int, float]] = {}  # reads until the next update, quantile
 
     def note(self, size: int, seconds: float) -> None:
-        """Add the time of one complete read of `size` bytes."""
+        """Record the time of one complete read of `size` bytes."""
         kind = max(16, size.bit_length())
         with self._lock:
             times = self._seconds.setdefault(kind, deque(maxlen=self._window))
             times.append(seconds)
             left, value = self._known.get(kind, (0, 0.0))
-            if left == 0:  # sorting for every read would cost more than it tells
+            if left == 0:  # sorting for every read would be too expensive
                 ordered = sorted(times)
                 left, value = 16, ordered[math.ceil(self._share * len(ordered)) - 1]
             self._known[kind] = (left - 1, value)
 
     def high(self, size: int) -> float | None:
-        """The quantile of reads of that size; None while too few are known."""
+        """Return the quantile of read times for that size; None while there are too few reads."""
         kind = max(16, size.bit_length())
         with self._lock:
             if len(self._seconds.get(kind, ())) < self._samples:
@@ -124,14 +124,14 @@ class Latencies:
 
 
 class Hedger:
-    """Decides when a read is late, and lets two flights race.
+    """Hedging policy: decides when a read is late, and races two flights.
 
     Args:
-        threads: reads at a time that can be hedged; more than that go without.
-        share: hedges per read, at most. Up to 10 unused ones are saved for a bad moment.
-        percentile: of recent reads of that size; what takes longer is late.
+        threads: number of concurrent reads that can be hedged; further reads are not hedged.
+        share: maximum number of hedges per read. Up to 10 unused hedges are saved.
+        percentile: percentile of recent read times of that size, above which a read is late.
         floor: seconds below which no read is late.
-        samples: reads of a size to be seen before the first hedge.
+        samples: number of reads of a size before the first hedge.
     """
 
     def __init__(
@@ -149,11 +149,11 @@ class Hedger:
         self._credit = 0.0
 
     def close(self) -> None:
-        """Let the threads end."""
+        """End the threads."""
         self._crew.close()
 
     def delay(self, size: int) -> float | None:
-        """Seconds after which a read of `size` bytes is late; None: do not hedge it."""
+        """Return the seconds after which a read of `size` bytes is late; None disables hedging."""
         with self._lock:
             self._credit = min(10.0, self._credit + self._share)
             if self._credit < 1.0:
@@ -162,18 +162,22 @@ class Hedger:
         return None if high is None else max(self._floor, high)
 
     def note(self, size: int, seconds: float) -> None:
-        """Tell how long a complete read took from the sending of its first request."""
+        """Record the duration of a complete read from the sending of its first request."""
         self._latencies.note(size, seconds)
 
     def race(
         self, first: F, make: Callable[[], F], delay: float, may: Callable[[], bool]
     ) -> tuple[F, bool]:
-        """Run `first`, and a second flight if it is late; (the one to use, was there a second).
+        """Run `first`, and a second flight if it is late.
 
         Args:
+            first: the first flight.
             make: makes the second flight.
             delay: seconds from the sending of `first` after which it is late.
-            may: asked then whether a second request is welcome.
+            may: called then; returns whether a second request is allowed.
+
+        Returns:
+            The flight to use, and whether a second flight ran.
         """
         landed: queue.SimpleQueue[F] = queue.SimpleQueue()
         if not self._launch(first, landed):
@@ -214,17 +218,17 @@ class Hedger:
 
 
 def _wait(landed: "queue.SimpleQueue[F]", flight: F, delay: float) -> F | None:
-    """The flight if it ends within `delay` seconds of its sending, else None."""
+    """Return the flight if it ends within `delay` seconds of its sending, else None."""
     left = delay
     while left > 0:
         try:
             return landed.get(timeout=left)
         except queue.Empty:
-            # Before it is sent it waits for the budget, and so would the second.
+            # An unsent flight waits for the budget; a second one would wait too.
             left = delay if flight.sent is None else flight.sent + delay - time.monotonic()
     return None
 
 
 def _better(one: F, other: F) -> F:
-    """Of two flights that have ended, of which `one` failed: the one to go on from."""
+    """Return the better of two ended flights, of which `one` failed."""
     return one if other.error is not None and one.got >= other.got else other

@@ -1,8 +1,8 @@
-"""JSON objects under a root, read with bounds.
+"""Reads JSON objects under a root, with limits on size and nesting.
 
-Whoever can write under a root could otherwise fill the memory of all who read there, or end them by
-a text that is nested a thousand times. Every JSON from a root is read here
-(`tests/house/test_json.py`); those who write refuse what they could not read again.
+Without limits, anyone who can write under a root could exhaust the memory of all readers, or crash
+them with a deeply nested text. All JSON from a root is read through this module
+(`tests/house/test_json.py`), and writers refuse JSON that would exceed the limits.
 """
 
 import json
@@ -12,29 +12,29 @@ from typing import Any
 from data_pipeline.store.objects import AccessDenied, Store
 
 MOST_BYTES = 256 << 20
-"""Bytes of a JSON object, and of a sample's document."""
+"""Maximum size of a JSON object or of a sample's document, in bytes."""
 MOST_NESTED = 64
-"""Lists and objects inside one another."""
+"""Maximum nesting depth of lists and objects."""
 
 
 class UnsoundJson(ValueError):
-    """A text that is no JSON, is too large, or is nested too deeply; one line that names it."""
+    """The text is not JSON, too large, or nested too deeply; the message is one line."""
 
 
 def read_json(store: Store, key: str, most: int = MOST_BYTES) -> Any:
-    """Return what an object holds.
+    """Return the value of a JSON object.
 
     Raises:
-        UnsoundJson: it is larger than `most` bytes, which is known before it is read, or no JSON
-            that may be read.
-        StoreError: as `Store.get`.
+        UnsoundJson: the object is larger than `most` bytes (checked before it is read), or
+            `parse_json` refuses it.
+        StoreError: as in `Store.get`.
     """
     return parse_json(read_bounded(store, key, most), f"{store.uri}/{key}")
 
 
 def read_bounded(store: Store, key: str, most: int = MOST_BYTES) -> bytes:
-    """Return the bytes of an object for `parse_json`; raises as `read_json`."""
-    with suppress(AccessDenied):  # the answer to `get` says why, that to `head` does not
+    """Return the bytes of an object for `parse_json`; errors are as in `read_json`."""
+    with suppress(AccessDenied):  # `get` below reports the reason, which a HEAD response lacks
         size = store.head(key).size
         if size > most:
             raise UnsoundJson(f"{store.uri}/{key}: {size} bytes, at most {most} are read")
@@ -42,14 +42,14 @@ def read_bounded(store: Store, key: str, most: int = MOST_BYTES) -> bytes:
 
 
 def parse_json(data: bytes | str, where: str) -> Any:
-    """Return what a JSON text holds.
+    """Return the value of a JSON text.
 
     Args:
         data: the text.
-        where: names it in errors.
+        where: name of the text, for errors.
 
     Raises:
-        UnsoundJson: it is no JSON, too large, or nested too deeply.
+        UnsoundJson: the text is not JSON, too large, or nested too deeply.
     """
     if len(data) > MOST_BYTES:
         raise UnsoundJson(f"{where}: {len(data)} bytes, at most {MOST_BYTES} are read")
@@ -64,7 +64,7 @@ def parse_json(data: bytes | str, where: str) -> Any:
 
 
 def check_nesting(value: object, where: str) -> None:
-    """Raise UnsoundJson if a plain value is nested more than `MOST_NESTED` times."""
+    """Raise UnsoundJson if a plain value is nested more than `MOST_NESTED` levels deep."""
     level = [value]
     for _ in range(MOST_NESTED):
         inner: list[object] = []

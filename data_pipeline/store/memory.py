@@ -1,4 +1,4 @@
-"""A store in the memory of this process, shared by name: for tests and small uses."""
+"""Store in the memory of this process, shared by name, for tests and small uses."""
 
 import hashlib
 import os
@@ -22,7 +22,7 @@ from data_pipeline.store.stats import Counted
 
 
 class _Objects:
-    """The objects of one name: key -> (bytes, ETag)."""
+    """Objects of one store name: key -> (bytes, ETag)."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -34,13 +34,13 @@ _NAMES_LOCK = threading.Lock()
 
 
 class MemoryStore(Counted):
-    """Objects in memory. All stores of one name in one process see the same objects.
+    """Store in memory. All stores with the same name in one process share their objects.
 
-    They stay until the process ends or `clear` is called; another process does not see them.
+    The objects stay until the process ends or `clear` is called; other processes do not see them.
 
     Args:
-        name: which objects; a name is made by its first use.
-        prefix: keys are relative to it, as with S3.
+        name: name of the set of objects; its first use creates it.
+        prefix: keys are relative to it, as in S3.
     """
 
     def __init__(self, name: str, prefix: str = "") -> None:
@@ -52,10 +52,10 @@ class MemoryStore(Counted):
         self._versions = Versions()
 
     def close(self) -> None:
-        """See `Store.close`. The objects stay: another store may use the name."""
+        """See `Store.close`. The objects stay, because another store may use the name."""
 
     def clear(self) -> None:
-        """Forget all objects under this prefix, for every store of this name."""
+        """Remove all objects under this prefix, for every store with this name."""
         with self._objects.lock:
             for name in [key for key in self._objects.held if key.startswith(self._prefix)]:
                 del self._objects.held[name]
@@ -116,7 +116,7 @@ class MemoryStore(Counted):
         path: str | os.PathLike[str],
         sent: Callable[[int], None] | None = None,
     ) -> ObjectInfo:
-        """See `Store.put_file`, except that the object is in memory afterwards."""
+        """See `Store.put_file`; here the object is held in memory."""
         info = self.put(key, Path(path).read_bytes())
         if sent is not None:
             sent(info.size)
@@ -136,7 +136,7 @@ class MemoryStore(Counted):
             self._objects.held.pop(f"{self._prefix}{check_key(key)}", None)
 
     def delete_versions(self, key: str) -> int:
-        """See `Store.delete_versions`; there is one."""
+        """See `Store.delete_versions`; there is only one version."""
         self.count(requests=1)
         with self._objects.lock:
             gone = self._objects.held.pop(f"{self._prefix}{check_key(key)}", None)
@@ -149,14 +149,14 @@ class MemoryStore(Counted):
         return []
 
     def unfinished(self, prefix: str = "") -> list[Unfinished]:
-        """See `Store.unfinished`; what is written here is there at once."""
+        """See `Store.unfinished`; writes are atomic here, so nothing is left over."""
         return []
 
     def drop_unfinished(self, one: Unfinished) -> None:
         """See `Store.drop_unfinished`."""
 
     def bygone(self, prefix: str = "") -> list[Unfinished]:
-        """See `Store.bygone`; one version is kept."""
+        """See `Store.bygone`; only one version is kept."""
         return []
 
     def drop_bygone(self, ones: Sequence[Unfinished]) -> list[tuple[str, str]]:

@@ -1,7 +1,7 @@
-"""A large file as one S3 object: parts sent side by side, each with retries of its own.
+"""Multipart upload: writes a large file as one S3 object, with retries for each part.
 
-boto3's own transfer manager would send requests that neither our retries nor the node's request
-budget know. The object appears with the last request or not at all.
+boto3's transfer manager would bypass our retries and the node's request budget. The object becomes
+visible with the last request, or not at all.
 """
 
 import base64
@@ -13,18 +13,21 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
-from isal.isal_zlib import crc32  # zlib's numbers in a fraction of its time
+from isal.isal_zlib import crc32  # same results as zlib, but much faster
 
 from data_pipeline.store.objects import MissingKey, StoreError, in_threads
 
-# S3's limits: parts of 5 MiB and more (but the last), at most 10,000 of them.
+# S3's limits: parts of at least 5 MiB (except the last), at most 10,000 parts.
 _PART = 16 << 20
 _MOST_PARTS = 10_000
-_THREADS = 4  # parts in memory at a time
+_THREADS = 4  # parts in memory at the same time
 
 
 class Call(Protocol):
-    """Send one S3 operation for a key; `patience` seconds of retries, None: as always."""
+    """Function that sends one S3 operation for a key, with retries.
+
+    `patience` limits the retries in seconds; None uses the default.
+    """
 
     def __call__(
         self, operation: str, key: str, *, patience: float | None = None, **request: Any
@@ -34,17 +37,17 @@ class Call(Protocol):
 
 
 def md5_of(body: bytes) -> str:
-    """Return what a Content-MD5 header says: the server refuses a body that arrived otherwise."""
+    """Return the Content-MD5 header of a body; the server refuses a body that differs."""
     return base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
 
 
 def crc32_of(body: bytes) -> str:
-    """Return what an x-amz-checksum-crc32 header says."""
+    """Return the x-amz-checksum-crc32 header of a body."""
     return base64.b64encode(crc32(body).to_bytes(4, "big")).decode()
 
 
 def part_size(size: int) -> int:
-    """Return the bytes of each part, but the last, of an object of `size` bytes."""
+    """Return the size of each part except the last, for an object of `size` bytes."""
     return max(_PART, -(-size // _MOST_PARTS))
 
 
@@ -58,14 +61,14 @@ def put_parts(
     """Write the file at `path`, `size` bytes, as object `key`.
 
     Args:
-        call: sends a request; it tries again by itself, so that a part is what is sent twice.
-        key: of the object.
-        path: of the file.
-        size: its bytes.
-        sent: called with the bytes of each part that has arrived, from several threads.
+        call: sends a request with retries, so a failure repeats only one part.
+        key: key of the object.
+        path: path of the file.
+        size: size of the file in bytes.
+        sent: called with the size of each part that has arrived, from several threads.
 
     Raises:
-        StoreError: what `call` raises; the parts are taken back.
+        StoreError: an error of `call`; the upload is aborted.
         OSError: the file cannot be read, or is shorter than `size`.
     """
     step = part_size(size)
@@ -90,16 +93,16 @@ def put_parts(
 
 
 def put_pieces(call: Call, key: str, pieces: Iterable[bytes], *, sums: bool) -> tuple[str, bool]:
-    """Write an object of pieces, each a part, sent one after the other.
+    """Write an object from pieces that are sent as parts, one after the other.
 
     Args:
-        call: as of `put_parts`.
-        key: of the object.
-        pieces: of `part_size` bytes but the last; what they raise takes all parts back.
-        sums: send the CRC-32 of each part, which the server returns, not its MD5.
+        call: as in `put_parts`.
+        key: key of the object.
+        pieces: pieces of `part_size` bytes, except the last; an error from them aborts the upload.
+        sums: send the CRC-32 of each part, which the server returns, instead of its MD5.
 
     Returns:
-        The object's ETag, and whether the server compared all parts with their CRC-32.
+        The object's ETag, and whether the server verified the CRC-32 of all parts.
     """
     unconfirmed = 0
 
@@ -126,7 +129,7 @@ def put_pieces(call: Call, key: str, pieces: Iterable[bytes], *, sums: bool) -> 
 def _upload(
     call: Call, key: str, send_all: Callable[[str], list[dict[str, Any]]], **more: Any
 ) -> str:
-    """Begin an upload, have its parts sent and complete it, or take it back; returns the ETag."""
+    """Begin an upload, send its parts and complete it, or abort it; return the ETag."""
     mark = {"upload": secrets.token_hex(8)}
     upload = call("create_multipart_upload", key, Metadata=mark, **more)["UploadId"]
     try:
@@ -135,13 +138,13 @@ def _upload(
             whole = {"Parts": parts}
             done = call("complete_multipart_upload", key, UploadId=upload, MultipartUpload=whole)
         except MissingKey:
-            # No such upload: either it was done and the answer was lost, and so it was asked for
-            # twice, or somebody else took it back. The mark tells.
+            # The upload is unknown: either it completed, the response was lost and a retry failed,
+            # or another process aborted it. The mark distinguishes the two cases.
             done = call("head_object", key)
             if done.get("Metadata") != mark:
                 raise
         return done["ETag"]
     except BaseException:
-        with suppress(StoreError):  # the first error is the one to tell
+        with suppress(StoreError):  # report the first error
             call("abort_multipart_upload", key, patience=0.0, UploadId=upload)
         raise

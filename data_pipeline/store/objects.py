@@ -1,7 +1,7 @@
-"""What a store of objects is: keys, ranges, errors; a folder as a store; many small reads as few.
+"""Store interface and its errors, the folder store, and merging of small reads into large ones.
 
-A store is a flat map from keys to immutable byte strings with a version mark (ETag) each.
-`store.open` adds the S3 one and opens any of them from a URI.
+A store is a flat map from keys to immutable byte strings, each with a version mark (ETag).
+`store.open` adds the S3 store and opens any store from a URI.
 """
 
 import hashlib
@@ -27,19 +27,19 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 MAX_GAP = 65536
-"""Bytes between two spans of an object up to which one read has both."""
-# Merged reads stay below this size, so that neighbours still spread over the threads.
+"""Maximum gap in bytes between two spans of an object that share one read."""
+# Merged reads stay below this size, so that large groups still use several threads.
 _MAX_MERGED = 16 << 20
-# Of an object that is hashed on its way into a folder: so much is in memory.
+# Piece size in memory when an object is hashed while it is written to a folder.
 _PIECE = 4 << 20
 
 
 class StoreError(Exception):
-    """A store could not do what it was asked. The message names the object and what to do."""
+    """An operation of a store failed. The message names the object and the remedy."""
 
 
 class MissingKey(StoreError):
-    """The bucket or folder exists, the object does not."""
+    """The bucket or folder exists, but the object does not."""
 
 
 class MissingBucket(StoreError):
@@ -47,36 +47,36 @@ class MissingBucket(StoreError):
 
 
 class AccessDenied(StoreError):
-    """There are no credentials, or the server refuses them."""
+    """Credentials are missing, or the server refuses them."""
 
 
 class ObjectChanged(StoreError):
-    """The object is no longer the one whose ETag was asked for or seen first.
+    """The object no longer has the ETag that was requested or seen first.
 
     Attributes:
-        etag: that ETag; "" if it is not known.
+        etag: the expected ETag; "" if unknown.
     """
 
     etag = ""
 
 
 class RequestRefused(StoreError):
-    """The server refuses the request as it stands; without a header it may take it."""
+    """The server refuses the request in this form; it may accept it without a header."""
 
 
 class NotSupported(RequestRefused):
-    """The server does not know the operation, or a header of it."""
+    """The server does not support the operation or one of its headers."""
 
 
 class StoreUnavailable(StoreError):
-    """The server kept failing until the attempts were used up. The only error worth waiting on."""
+    """All attempts failed with transient errors. Only this error is worth a later retry."""
 
 
 class WrongBytes(StoreError):
-    """Bytes to be written do not have the hash that they should have; nothing was written.
+    """The bytes to write do not have the expected hash; nothing was written.
 
     Attributes:
-        found: SHA-256 (hex) that they have.
+        found: actual SHA-256 (hex) of the bytes.
     """
 
     def __init__(self, where: str, found: str, expected: str) -> None:
@@ -89,7 +89,7 @@ class WrongBytes(StoreError):
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """Size in bytes and the ETag (a version mark, only ever compared for equality)."""
+    """Size in bytes, and ETag (a version mark that is only compared for equality)."""
 
     size: int
     etag: str
@@ -97,13 +97,13 @@ class ObjectInfo:
 
 @dataclass(frozen=True)
 class Written:
-    """An object that was written, its SHA-256 (hex) as it was sent.
+    """Result of writing an object.
 
     Args:
         info: size and ETag.
-        sha256: of what was sent.
-        confirmed: whether the store compared what arrived with checksums of ours; else who wants to
-            be sure reads it again.
+        sha256: SHA-256 (hex) of the bytes sent.
+        confirmed: True if the store compared the received bytes with our checksums; otherwise a
+            caller must read the object again to be sure.
     """
 
     info: ObjectInfo
@@ -112,12 +112,12 @@ class Written:
 
 
 class Unfinished(NamedTuple):
-    """What is no object and costs what it holds: left by a killed writer, or an older version.
+    """Storage that is not an object: leftovers of a killed writer, or an older version.
 
     Attributes:
-        key: of the object that it was or was to become; of a folder that of the temporary file.
-        mark: tells it from another one of the same key.
-        size: its bytes, where the store tells them.
+        key: key of the object; in a folder, the key of the temporary file.
+        mark: distinguishes entries with the same key.
+        size: size in bytes, if the store reports it.
     """
 
     key: str
@@ -136,7 +136,7 @@ class Span(NamedTuple):
 class Store(Protocol):
     """Objects under one root. Keys are relative to it; every method may be called from any thread.
 
-    Do not share a store over `os.fork`: connections would be used by two processes at once.
+    Do not share a store across `os.fork`, because two processes would use the same connections.
     """
 
     uri: str
@@ -144,31 +144,31 @@ class Store(Protocol):
     def get(
         self, key: str, offset: int = 0, length: int | None = None, *, etag: str | None = None
     ) -> bytes:
-        """Exactly `length` bytes from `offset` (None: all that follow).
+        """Return exactly `length` bytes from `offset`; None returns all remaining bytes.
 
         Raises:
             MissingKey, MissingBucket, AccessDenied, StoreUnavailable: as named.
-            ObjectChanged: the object's ETag is not `etag`, or changed between two attempts. S3 and
-                memory stores also notice, without `etag`, that the object is no longer the one
-                that they read first; to follow an object that changes, pass the ETag of `head`.
+            ObjectChanged: the object's ETag is not `etag`, or it changed between two attempts.
+                Without `etag`, S3 and memory stores also raise it if the object differs from the
+                version they read first. To read a changing object, pass the ETag of `head`.
             StoreError: the object ends before `offset + length`.
         """
         ...
 
     def head(self, key: str) -> ObjectInfo:
-        """Size and ETag without the body."""
+        """Return size and ETag without reading the body."""
         ...
 
     def put(self, key: str, data: bytes) -> ObjectInfo:
-        """Write a whole object; a reader sees the old one or the new one, never a part."""
+        """Write a whole object; a reader sees the old or the new one, never a part."""
         ...
 
     def put_new(self, key: str, data: bytes) -> bool:
-        """Write a whole object unless there is one of this key; returns whether it was written.
+        """Write a whole object unless the key exists; return whether it was written.
 
-        Of several writers at once one succeeds. S3 does it by If-None-Match; where a server does
-        not know that, or a connection broke after the object was written, the answer may be wrong:
-        who must be sure reads the object again. False says nothing of who wrote it.
+        Only one of several concurrent writers succeeds. S3 uses If-None-Match. The result may be
+        wrong if the server does not support it, or if a connection broke after the object was
+        written; read the object again to be sure. False does not say who wrote the object.
         """
         ...
 
@@ -180,91 +180,93 @@ class Store(Protocol):
     ) -> ObjectInfo:
         """Write a local file as an object without holding it in memory.
 
-        `sent` is called with so many bytes that have arrived, perhaps from several threads.
+        `sent` is called with numbers of bytes that have arrived, possibly from several threads.
         """
         ...
 
     def put_verified(
         self, key: str, size: int, sha256: str | None, read: Callable[[int, int], bytes]
     ) -> Written:
-        """Write an object that is read piece by piece, and only if it has the right SHA-256.
+        """Write an object that is read piece by piece, if it has the expected SHA-256.
 
-        Memory holds a piece or two. Of an object with other bytes nothing becomes visible.
+        Memory holds one or two pieces. If the hash differs, no part of the object becomes visible.
 
         Args:
-            key: of the object.
-            size: its bytes.
-            sha256: its hash (hex); None: whatever it has.
-            read: returns so many bytes (second) from an offset (first); called in order.
+            key: key of the object.
+            size: size of the object in bytes.
+            sha256: expected hash (hex); None accepts any.
+            read: called as read(offset, length), in order of offset; returns these bytes.
 
         Raises:
-            WrongBytes: they have another hash.
+            WrongBytes: the bytes have another hash.
         """
         ...
 
     def delete(self, key: str) -> None:
-        """Remove an object, if it is there."""
+        """Remove an object if it exists."""
         ...
 
     def delete_versions(self, key: str) -> int:
-        """Remove an object with all versions that the store keeps of it; returns how many went.
+        """Remove an object with all its versions and return the number of removed versions.
 
         Raises:
-            AccessDenied: the store holds a version (object lock), or this user may not remove it.
+            AccessDenied: an object lock protects a version, or this user may not remove it.
         """
         ...
 
     def discard(self, keys: Sequence[str]) -> list[tuple[str, str]]:
-        """Remove objects with all versions, many at a time; those that are gone already, too.
+        """Remove objects with all versions in bulk; missing keys are allowed.
 
         Returns:
-            (key, reason) of those that the store did not let go: a lock, or missing rights.
+            (key, reason) of objects that the store did not remove because of a lock or rights.
         """
         ...
 
     def unfinished(self, prefix: str = "") -> list[Unfinished]:
-        """What killed writers left under a prefix, sorted: uploads in parts, temporary files."""
+        """Return leftovers of killed writers under a prefix, sorted: uploads, temporary files."""
         ...
 
     def drop_unfinished(self, one: Unfinished) -> None:
-        """Remove what a killed writer left, if it is still that one."""
+        """Remove a leftover of a killed writer, unless another one has replaced it."""
         ...
 
     def bygone(self, prefix: str = "") -> list[Unfinished]:
-        """Versions that the store keeps of objects that were deleted, under a prefix; sorted."""
+        """Return the stored versions of deleted objects under a prefix, sorted."""
         ...
 
     def drop_bygone(self, ones: Sequence[Unfinished]) -> list[tuple[str, str]]:
-        """Remove such versions; (key, reason) of those that the store did not let go."""
+        """Remove versions of deleted objects; return (key, reason) of those not removed."""
         ...
 
     def list_folders(self, prefix: str = "") -> list[str]:
-        """What stands before the next "/" of keys that start with `prefix`: sorted, each once.
+        """Return the folders whose names start with `prefix`, sorted and without duplicates.
 
-        Of "a/b1/x", "a/b2/y/z" and "a/b3" with the prefix "a/b" these are "a/b1" and "a/b2". Their
-        number is what it costs: the keys in them are not listed.
+        A folder name is the part of a key before the next "/" after the prefix: of "a/b1/x",
+        "a/b2/y/z" and "a/b3" with the prefix "a/b", the folders are "a/b1" and "a/b2". The cost
+        depends on the number of folders, because the keys inside them are not listed.
         """
         ...
 
     def list(self, prefix: str = "") -> list[str]:
-        """All keys that start with `prefix`, sorted."""
+        """Return all keys that start with `prefix`, sorted."""
         ...
 
     def close(self) -> None:
-        """End threads and connections. A read that waits to be tried again ends with an error."""
+        """End threads and connections. A read that waits for a retry ends with an error."""
         ...
 
     @property
     def stats(self) -> StoreStats:
-        """What was asked of the store so far."""
+        """Counts of the requests so far."""
         ...
 
 
 class Versions:
-    """The ETag under which each object was first read: one that is overwritten must be noticed.
+    """ETag of each object at its first read, used to detect overwritten objects.
 
     Args:
-        limit: keys kept; the one not read for longest is forgotten, and with it that it changed.
+        limit: maximum number of keys. Beyond it, the least recently read key is dropped, and a
+            change of that object is no longer detected.
     """
 
     def __init__(self, limit: int = 65536) -> None:
@@ -283,14 +285,14 @@ class Versions:
             raise object_changed(f"{uri}/{key}", first)
 
     def wrote(self, key: str, etag: str) -> None:
-        """Take the version that this store wrote itself for the first one."""
+        """Record a version written by this store as the expected one."""
         with self._lock:
             if key in self._first:
                 self._first[key] = etag
 
 
 def check_key(key: str) -> str:
-    """Refuse keys that could leave the root or that S3 and a file system read differently."""
+    """Refuse keys that could leave the root, or that S3 and file systems interpret differently."""
     parts = key.split("/")
     if not key or "\0" in key or "\\" in key or any(part in ("", ".", "..") for part in parts):
         raise ValueError(
@@ -301,13 +303,13 @@ def check_key(key: str) -> str:
 
 
 def check_range(offset: int, length: int | None) -> None:
-    """Refuse negative numbers, which Python's own slices would take for something else."""
+    """Refuse negative numbers, because Python slices would count them from the end."""
     if offset < 0 or (length is not None and length < 0):
         raise ValueError(f"bad byte range: offset {offset}, length {length}; both must be >= 0")
 
 
 def short_object(where: str, offset: int, length: int, got: int) -> StoreError:
-    """The error of a read past the end."""
+    """Return the error for a read past the end."""
     return StoreError(
         f"{where}: expected {length} bytes from offset {offset}, the object holds only {got} of "
         "them; the index does not belong to this object, ingest the source again"
@@ -315,7 +317,7 @@ def short_object(where: str, offset: int, length: int, got: int) -> StoreError:
 
 
 def object_changed(where: str, etag: str) -> ObjectChanged:
-    """The error of a read whose version is gone."""
+    """Return the error for a read of a version that no longer exists."""
     error = ObjectChanged(
         f"{where}: expected the version with ETag {etag}, the object was overwritten since; "
         "read the source's manifest again and restart, or restore the object"
@@ -325,22 +327,22 @@ def object_changed(where: str, etag: str) -> ObjectChanged:
 
 
 def same_version(one: str, other: str) -> bool:
-    """Whether two ETags mean the same: a proxy may have made one weak, or dropped its quotes."""
+    """Return whether two ETags are equal, ignoring "W/" and quotes, which a proxy may change."""
     return one.removeprefix("W/").strip('"') == other.removeprefix("W/").strip('"')
 
 
 class CheckedPieces:
-    """Pieces of an object to be written, hashed on their way; the end of wrong ones is an error.
+    """Iterable of the pieces of an object that hashes them and raises at the end on a mismatch.
 
     Args:
-        where: names the object in the message.
-        size: its bytes.
-        expected: its SHA-256 (hex); None: whatever it has.
-        read: as of `Store.put_verified`.
-        step: bytes of a piece.
+        where: name of the object, for messages.
+        size: size of the object in bytes.
+        expected: expected SHA-256 (hex); None accepts any.
+        read: as in `Store.put_verified`.
+        step: bytes per piece.
 
     Attributes:
-        sha256: of all pieces, once they were taken.
+        sha256: hash of all pieces, set after the iteration.
     """
 
     def __init__(
@@ -366,7 +368,7 @@ class CheckedPieces:
 
 
 def access_denied(where: str, reason: str) -> AccessDenied:
-    """The error of missing or refused credentials."""
+    """Return the error for missing or refused credentials."""
     return AccessDenied(
         f"{where}: access denied ({reason}); check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY or "
         "the profile, and that they may read and write here"
@@ -374,14 +376,14 @@ def access_denied(where: str, reason: str) -> AccessDenied:
 
 
 class FolderStore(Counted):
-    """A folder as a store: the same contract without a server. Writes are atomic renames.
+    """Store in a folder, with the same contract and without a server. Writes are atomic renames.
 
     Its ETags come from inode and time, which differ after a copy of the same bytes. Therefore it
-    does not remember them by itself: a reader's checksums see a file that was overwritten.
+    does not remember them between reads; readers detect an overwritten file by their checksums.
 
     Args:
         root: the folder.
-        patience: seconds for which reads are tried again while its file system is away.
+        patience: seconds for which reads are retried while the file system is unavailable.
     """
 
     _TEMPORARY = ".part-"
@@ -393,10 +395,10 @@ class FolderStore(Counted):
         self.uri = str(self.root)
 
     def close(self) -> None:
-        """See `Store.close`; a folder holds nothing open."""
+        """See `Store.close`; there is nothing to close."""
 
     def _path(self, key: str) -> Path:
-        # resolve() follows links: a link inside the root must not be a way out of it.
+        # resolve() follows links, because a link inside the root must not lead out of it.
         path = (self.root / check_key(key)).resolve()
         if not path.is_relative_to(self.root):
             raise ValueError(f"bad object key {key!r}: it leads out of {self.uri}")
@@ -442,7 +444,7 @@ class FolderStore(Counted):
         return data
 
     def _again(self, read: Callable[[], T], key: str) -> T:
-        """Read, again while the file system is away."""
+        """Call `read`, with retries while the file system is unavailable."""
         where = f"{self.uri}/{key}".rstrip("/")
         try:
             return patiently(read, where, self._patience)
@@ -463,10 +465,10 @@ class FolderStore(Counted):
         return info
 
     def remove_unfinished(self, folder: str) -> None:
-        """Remove what writers that were killed left behind in a folder of the root.
+        """Remove the temporary files of killed writers in a folder of the root.
 
-        Nobody sees such files as objects, but each may be as large as a shard. Only for a folder
-        that no one else is writing to.
+        Such files are not visible as objects, but each may be as large as a shard. Call this only
+        if no other process writes to the folder.
         """
         for path in Path(self.root, folder).glob(f"{self._TEMPORARY}*"):
             path.unlink(missing_ok=True)
@@ -518,7 +520,7 @@ class FolderStore(Counted):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.parent / f"{self._TEMPORARY}{secrets.token_hex(8)}"
         try:
-            # Not a private file of tempfile's: a corpus is shared as far as the umask lets it be.
+            # tempfile would make a private file, but the umask must decide who may read a corpus.
             with temporary.open("xb") as file:
                 written = sum(file.write(piece) for piece in pieces())
                 file.flush()
@@ -527,13 +529,13 @@ class FolderStore(Counted):
         except BaseException as error:
             temporary.unlink(missing_ok=True)
             if isinstance(error, OSError) and error.errno and error.filename is None:
-                error.filename = str(path)  # a full disk is told without it
+                error.filename = str(path)  # the error of a full disk lacks the name
             raise
         self.count(requests=1, written=written)
         return self._info(path.stat())
 
     def delete(self, key: str) -> None:
-        """See `Store.delete`. As in S3, a folder is there only while it holds something."""
+        """See `Store.delete`. As in S3, an empty folder does not exist, so it is removed too."""
         self.count(requests=1)
         path = self._path(key)
         path.unlink(missing_ok=True)
@@ -541,7 +543,7 @@ class FolderStore(Counted):
             path.parent.rmdir()
 
     def delete_versions(self, key: str) -> int:
-        """See `Store.delete_versions`; a folder keeps one."""
+        """See `Store.delete_versions`; a folder keeps one version."""
         there = self._path(key).is_file()
         self.delete(key)
         return int(there)
@@ -563,7 +565,7 @@ class FolderStore(Counted):
             for name in names:
                 key = Path(inside, name).relative_to(self.root).as_posix()
                 if name.startswith(self._TEMPORARY) and key.startswith(prefix):
-                    with suppress(FileNotFoundError):  # it has just become an object
+                    with suppress(FileNotFoundError):  # its writer has just renamed it
                         found.append(Unfinished(key, self._info(Path(inside, name).stat()).etag))
         return sorted(found)
 
@@ -575,7 +577,7 @@ class FolderStore(Counted):
                 path.unlink()
 
     def bygone(self, prefix: str = "") -> list[Unfinished]:
-        """See `Store.bygone`; a folder keeps none."""
+        """See `Store.bygone`; a folder keeps no old versions."""
         return []
 
     def drop_bygone(self, ones: Sequence[Unfinished]) -> list[tuple[str, str]]:
@@ -597,7 +599,7 @@ class FolderStore(Counted):
                     for e in entries
                     if e.name.startswith(begin) and e.is_dir(follow_symlinks=False)
                 ]
-            # As in S3, a folder is there only while it holds something.
+            # As in S3, only folders with objects in them exist.
             return [f"{above}{slash}{e.name}" for e in found if any(self._files(Path(e.path)))]
 
         try:
@@ -615,7 +617,7 @@ class FolderStore(Counted):
         return sorted(key for key in keys if key.startswith(prefix))
 
     def _files(self, folder: Path) -> Iterator[Path]:
-        """All objects at any depth of a folder."""
+        """Yield all object files at any depth below a folder."""
         for inside, _, names in os.walk(folder, onerror=_refuse_away):
             for name in names:
                 if not name.startswith(self._TEMPORARY):
@@ -623,18 +625,18 @@ class FolderStore(Counted):
 
 
 def _refuse_away(error: OSError) -> None:
-    """Raise where a file system is away: a folder that was not read is no empty one."""
+    """Raise if the file system is unavailable, because an unread folder is not an empty one."""
     if error.errno in AWAY:
         raise error
 
 
 def _link(temporary: Path, path: Path) -> None:
-    """Give a whole file its name, unless that is taken (FileExistsError)."""
+    """Give a complete file its final name; raise FileExistsError if the name is taken."""
     try:
         os.link(temporary, path)
     except FileExistsError:
         raise
-    except OSError:  # a file system without links: a reader may find it empty for a moment
+    except OSError:  # no hard links here, so a reader may see an empty file for a moment
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
         os.replace(temporary, path)
         return
@@ -644,13 +646,13 @@ def _link(temporary: Path, path: Path) -> None:
 def get_many(
     store: Store, requests: Sequence[Span], max_gap: int = MAX_GAP, threads: int = 8
 ) -> list[bytes]:
-    """Read many spans with few requests; the answers come in the order of `requests`.
+    """Read many spans with few requests; results are in the order of `requests`.
 
-    Spans of one object that overlap or lie at most `max_gap` bytes apart share one ranged read.
-    The first error stops what has not started and is raised.
+    Spans of one object that overlap or are at most `max_gap` bytes apart share one ranged read. The
+    first error cancels reads that have not started and is raised.
 
     Returns:
-        One `bytes` per request, of exactly its length. A span that is a whole read is not copied.
+        One `bytes` per request with exactly its length. A span that equals a read is not copied.
     """
     groups, parts = merge_spans(requests, max_gap)
     bodies = in_threads(lambda group: store.get(*group), groups, threads)
@@ -661,7 +663,7 @@ def get_many(
 
 
 def in_threads(work: Callable[[T], U], items: Sequence[T], threads: int) -> list[U]:
-    """Do `work` for all items; the first error stops what has not started and is raised."""
+    """Call `work` for all items; the first error cancels calls that have not started."""
     if len(items) <= 1 or threads <= 1:
         return [work(item) for item in items]
     with ThreadPoolExecutor(min(threads, len(items))) as pool:
@@ -676,11 +678,11 @@ def in_threads(work: Callable[[T], U], items: Sequence[T], threads: int) -> list
 def merge_spans(
     requests: Sequence[Span], max_gap: int
 ) -> tuple[list[Span], Iterable[tuple[int, int, int, int]]]:
-    """Group spans by object and neighbourhood.
+    """Merge neighbouring spans of the same object.
 
     Returns:
-        The spans to read, sorted; and for each request of 1 byte and more: its number, the number
-        of the span that holds it, where it starts and stops in that span.
+        The spans to read, sorted; and for each request of at least 1 byte, its number, the number
+        of the span that contains it, and its start and stop in that span.
     """
     keys, begins, lengths = zip(*requests) if requests else ((), (), ())
     begin, length = np.asarray(begins, np.int64), np.asarray(lengths, np.int64)
@@ -705,17 +707,17 @@ def merge_spans(
 def range_starts(
     key: NDArray[np.int64], begin: NDArray[np.int64], length: NDArray[np.int64], max_gap: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return which spans begin a read of their own, by the rule of `get_many`.
+    """Return the spans that begin a new read, by the rule of `get_many`.
 
     Args:
-        key, begin, length: object and bytes of each span, sorted by object, then by begin; lengths
-            of 1 and more. One span at least, [spans] each.
+        key, begin, length: object and byte range of each span, [spans] each, sorted by object, then
+            by begin. There must be at least one span, and lengths must be at least 1.
 
     Returns:
-        numbers of the first spans of the reads, [reads], and the furthest end of its object's spans
-        up to each span, [spans].
+        Numbers of the first spans of the reads, [reads]; and for each span, the furthest end of the
+        spans of its object so far, [spans].
     """
-    reach = begin + length  # the furthest end up to here, of the same object
+    reach = begin + length  # becomes the furthest end so far, per object
     objects = [0, *(np.flatnonzero(np.diff(key)) + 1).tolist(), len(key)]
     for low, high in zip(objects, objects[1:]):
         np.maximum.accumulate(reach[low:high], out=reach[low:high])
@@ -727,18 +729,18 @@ def range_starts(
 def _cut_long(
     first: NDArray[np.int64], begin: NDArray[np.int64], reach: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Where groups start, when those that are longer than one read should be are cut.
+    """Return the starts of the groups after cutting groups that are too long for one read.
 
     Args:
-        first: where they start before that, [groups].
-        begin, reach: of all spans, [spans].
+        first: first span of each group before cutting, [groups].
+        begin, reach: begin and furthest end of all spans, [spans].
     """
     stop = np.append(first[1:], len(begin))
     cuts = [first]
     for number in np.flatnonzero(reach[stop - 1] - begin[first] > _MAX_MERGED).tolist():
         low, high = int(first[number]), int(stop[number])
         while True:
-            # A span inside what is read anyway costs nothing, so only a longer reach is a cut.
+            # A span inside the bytes that are read anyway is free; cut only where the reach grows.
             limit = max(begin[low] + _MAX_MERGED, reach[low])
             low += int(np.searchsorted(reach[low:high], limit, side="right"))
             if low == high:

@@ -1,7 +1,7 @@
-"""Reads of files whose disk or file server does not answer for a while: again until patience ends.
+"""Retries file reads while a disk or file server is temporarily unavailable.
 
-A server that is being replaced, a path that is switched over, a disk that is reset: for seconds or
-minutes reads fail with EIO, ESTALE and the like, and then the same file can be read.
+While a server is replaced, a path fails over or a disk is reset, reads fail for seconds or minutes
+with EIO, ESTALE and similar errors. Afterwards the same file is readable again.
 """
 
 import errno
@@ -24,19 +24,19 @@ AWAY = frozenset(
         *(errno.ESHUTDOWN, errno.EBUSY),
     )
 )
-"""Errors of a file system that is away, and not of a path, a right or a full disk."""
+"""Errors of an unavailable file system, as opposed to a bad path, missing rights or a full disk."""
 
 
 def patiently(read: Callable[[], T], where: str, patience: float) -> T:
-    """Return what `read` returns; while its error is one of `AWAY`, call it again.
+    """Return the result of `read`; call it again while its error is in `AWAY`.
 
     Args:
-        read: may be called again after it failed.
+        read: function that may be called again after a failure.
         where: name of the file.
         patience: seconds after which to give up.
 
     Raises:
-        OSError: what `read` raised last; its `filename` is set, and it tells of the attempts.
+        OSError: the last error of `read`, with `filename` set and the attempts in its message.
     """
     try:
         return _named(read, where)
@@ -64,6 +64,6 @@ def _again(read: Callable[[], T], where: str, tries: Tries, error: OSError) -> T
 def _named(read: Callable[[], T], where: str) -> T:
     try:
         return read()
-    except OSError as error:  # that of `read` on an open file lacks it
+    except OSError as error:  # an error on an open file has no file name
         error.filename = error.filename or where
         raise

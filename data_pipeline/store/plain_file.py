@@ -1,4 +1,4 @@
-"""Opens files that others may have put there: only plain ones, without waiting for any."""
+"""Opens files from untrusted folders: regular files only, and without blocking."""
 
 import errno
 import os
@@ -12,18 +12,18 @@ class SpecialFile(OSError):
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """Open a file for reading.
+    """Open a regular file for reading.
 
     Opening a pipe would wait for its writer, and reading a device may never end.
 
     Raises:
-        SpecialFile: it is no file.
-        IsADirectoryError, OSError: as `open`.
+        SpecialFile: the path is a pipe, socket or device.
+        IsADirectoryError, OSError: as in `open`.
     """
     _refuse_special(path, os.stat(path))
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     try:
-        _refuse_special(path, os.fstat(file.fileno()))  # put there just now
+        _refuse_special(path, os.fstat(file.fileno()))  # it may have been replaced since `stat`
     except BaseException:
         file.close()
         raise

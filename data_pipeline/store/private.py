@@ -1,8 +1,8 @@
-"""Folders that only this user can write to: for caches, locks and counters in shared places.
+"""Makes and checks folders that only this user can write to, for caches, locks and counters.
 
-Where others may write they may plant: a link that leads to a file of this user's, a block of a
-cache with a right checksum and wrong bytes. So such a folder is made with mode 0700, and one that
-is there already is used only if its owner and mode are right.
+In a folder that others can write to, they can plant a link to one of this user's files, or a cache
+block with a correct checksum and wrong bytes. So folders are created with mode 0700, and an
+existing folder is used only if its owner and mode are safe.
 """
 
 import os
@@ -13,11 +13,11 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def private_folder(folder: Path) -> Path:
-    """Return `folder`, made if missing; in one that many share, as /tmp is, a folder of one's own.
+    """Return `folder`, created if missing; for a shared folder like /tmp, a subfolder per user.
 
     Raises:
-        PermissionError: others can write to it, or replace it; says what to do.
-        OSError: it cannot be made.
+        PermissionError: other users can write to it or replace it; the message says what to do.
+        OSError: it cannot be created.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if _shared_in_order(folder):
@@ -28,11 +28,11 @@ def private_folder(folder: Path) -> Path:
 
 
 def check_private(folder: Path) -> None:
-    """Refuse a folder that others can write to, and a link of somebody else's.
+    """Refuse a folder that others can write to, and a link made by another user.
 
     Raises:
-        PermissionError: says what to do.
-        OSError: it cannot be looked at.
+        PermissionError: the folder is not private; the message says what to do.
+        OSError: its status cannot be read.
     """
     link = os.lstat(folder)
     if stat.S_ISLNK(link.st_mode) and link.st_uid not in (0, os.getuid()):
@@ -41,10 +41,10 @@ def check_private(folder: Path) -> None:
 
 
 def check_status(folder: Path, status: os.stat_result) -> None:
-    """Refuse a folder by its owner and mode.
+    """Refuse a folder that has another owner or that others can write to.
 
     Raises:
-        PermissionError: says what to do.
+        PermissionError: the folder is not private; the message says what to do.
     """
     if status.st_uid != os.getuid():
         raise PermissionError(
@@ -59,10 +59,10 @@ def check_status(folder: Path, status: os.stat_result) -> None:
 
 
 def _shared_in_order(folder: Path) -> bool:
-    """Whether anybody may make a folder here that then nobody else can replace, but its owner.
+    """Return whether all users may create folders here that others cannot replace, as in /tmp.
 
-    That is root, also where it cannot be told: in a container without root (Apptainer, enroot) the
-    /tmp of the host belongs to the number that stands for all who are not known inside.
+    The owner must be root or this user. In a rootless container (Apptainer, enroot), the host's
+    /tmp shows the overflow user id as its owner, which is accepted as well.
     """
     status = os.stat(folder)
     sticky = bool(status.st_mode & _OTHERS_WRITE and status.st_mode & stat.S_ISVTX)
@@ -70,10 +70,10 @@ def _shared_in_order(folder: Path) -> bool:
 
 
 def _unknown_user() -> int | None:
-    """Return the number of those whom a user namespace does not know; None: it knows all."""
+    """Return the overflow user id for unmapped users; None if the namespace maps all users."""
     try:
         known = Path("/proc/self/uid_map").read_text().split()
-        if known == ["0", "0", str(2**32 - 1)]:  # this is the host: 65534 is a user as others are
+        if known == ["0", "0", str(2**32 - 1)]:  # on the host, 65534 is an ordinary user
             return None
         return int(Path("/proc/sys/kernel/overflowuid").read_text())
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
-"""When to try again and when to stop: full jitter, and a deadline that progress moves.
+"""Retry policy: full jitter, and a deadline that progress extends.
 
-Full jitter (a uniform draw between 0 and a doubling bound) spreads the clients that one outage
-stopped at the same moment; see "Exponential Backoff And Jitter" of the AWS Architecture Blog. The
-draw changes when a request is sent, never what is read, so it needs no seed.
+Full jitter (a uniform draw between 0 and a doubling bound) spreads clients that one outage stopped
+at the same moment; see "Exponential Backoff And Jitter" in the AWS Architecture Blog. The draw
+changes only when a request is sent, never the bytes that are read, so it needs no seed.
 """
 
 import random
@@ -14,23 +14,23 @@ CAP_S = 4.0
 
 
 def backoff(failures: int, draw: random.Random) -> float:
-    """Seconds to wait after the `failures`-th failure in a row (from 1)."""
+    """Return the seconds to wait after the `failures`-th failure in a row, counted from 1."""
     return draw.uniform(0.0, min(CAP_S, BASE_S * 2.0 ** min(failures, 30)))
 
 
 class Tries:
-    """The attempts of one operation; a context manager for as long as it lasts.
+    """Attempts of one operation, as a context manager around the operation.
 
     Args:
-        what: is asked for, and of whom.
+        what: the requested object and the server, for messages.
         patience: seconds without progress after which to give up.
-        attempts: failures in a row after which to give up although there is time; None: no limit.
-        draw: where jitter comes from.
+        attempts: failures in a row after which to give up early; None means no limit.
+        draw: random generator for the jitter.
 
     Attributes:
-        failures: in a row.
-        renewed: were the credentials fetched anew since there was progress? A long read may outlive
-            more than one token.
+        failures: number of failures in a row.
+        renewed: True if the credentials were renewed since the last progress. A long read may
+            outlive more than one token.
     """
 
     def __init__(
@@ -50,21 +50,21 @@ class Tries:
 
     @property
     def seconds(self) -> float:
-        """How long there has been no progress."""
+        """Seconds since the last progress."""
         return time.monotonic() - self._since
 
     def progress(self) -> None:
-        """Something came of it: failures and the clock start afresh."""
+        """Record progress: reset the failures and the clock."""
         self.failures, self.renewed, self._since = 0, False, time.monotonic()
 
     def excuse(self, seconds: float) -> None:
-        """Take a wait that was not the server's fault off the clock."""
+        """Subtract a wait that the server did not cause from the clock."""
         self._since += seconds
 
     def failed(self) -> float | None:
-        """Note a failure: seconds to wait before the next attempt, or None to give up.
+        """Record a failure; return the seconds until the next attempt, or None to give up.
 
-        The last attempt is made at the deadline, not before it.
+        The last attempt happens at the deadline, not before it.
         """
         self.failures += 1
         left = self._patience - self.seconds
@@ -77,9 +77,9 @@ _UNDER_WAY: set[Tries] = set()
 
 
 def longest_silence() -> tuple[str, float]:
-    """What this process has asked a store for in vain for longest, and for how many seconds.
+    """Return the operation of this process that has waited longest without progress, in seconds.
 
-    ("", 0.0) if nothing is under way. Of all stores and threads; other processes are not seen.
+    It covers all stores and threads of this process, and is ("", 0.0) if nothing is in progress.
     """
     slowest = max(list(_UNDER_WAY), key=lambda tries: tries.seconds, default=None)
     return ("", 0.0) if slowest is None else (slowest.what, slowest.seconds)

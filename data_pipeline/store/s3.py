@@ -1,24 +1,24 @@
-"""S3 as a store: what botocore leaves to its users.
+"""S3 store: adds resumable reads, retries by time, hedging and a node-wide budget to botocore.
 
-botocore retries a request that fails but not a body that breaks while it is read, counts attempts
-and not time, and knows nothing of the other processes of a node. Here it sends each request once;
+botocore retries failed requests but not bodies that break while they are read. It limits attempts
+instead of time and does not know the other processes of a node. Here it sends each request once;
 `S3Store` and its base class `S3Requests` do the rest:
 
-1. What may succeed later is sent again with full jitter, until `patience` seconds passed without
-   progress (`retry`, `s3_answers`).
-2. A body that breaks goes on from the last byte it has, with `If-Match` on the ETag it saw first:
+1. Requests with transient errors are sent again with full jitter, until `patience` seconds pass
+   without progress (`retry`, `s3_answers`).
+2. A broken body is resumed after the last received byte, with `If-Match` on the ETag seen first, so
    a resumed body never mixes two versions of an object (`s3_read`).
-3. A read that is late is sent a second time (`hedge`).
-4. Every request, with retries, hedges and parts, asks the node's budget first (`budget`).
-5. When the server calls the credentials expired, they are fetched once more.
-6. An answer in a wrong form is not believed (`s3_form`), nor is a refusal without an error code
-   from a server that has answered well before: the request is sent again. A HEAD has no body to
-   name the reason of a refusal, so a GET of one byte asks for it. A changed ETag counts once a HEAD
-   confirms it.
-7. The store does without features that not every server has (conditions, checksums, deleting many,
-   listing uploads), and logs that once.
+3. A late read is sent a second time (`hedge`).
+4. Every request, including retries, hedges and parts, waits for the node's budget (`budget`).
+5. If the server reports expired credentials, they are fetched once more.
+6. A malformed response is ignored (`s3_form`), and so is a refusal without an error code from a
+   server that has responded correctly before; the request is sent again. A HEAD response has no
+   body with the reason of a refusal, so a GET of one byte requests it. A changed ETag is accepted
+   only after a HEAD confirms it.
+7. The store works without features that some servers lack (conditions, checksums, bulk deletion,
+   listing of uploads), and logs each missing feature once.
 
-The client itself is made in `store`, the only file that imports boto3.
+The client is made in `store.open`, the only module that imports boto3.
 """
 
 import os
@@ -51,20 +51,20 @@ from data_pipeline.store.s3_form import check_deleted
 from data_pipeline.store.s3_read import PROGRESS, BodyRead
 from data_pipeline.store.s3_requests import S3Requests
 
-_MULTIPART = 16 << 20  # files of this size and more go up in parts
-_MOST_HEDGED = 32 << 20  # a second read of more would cost more than it saves
-_MOST_AT_ONCE = 1000  # objects of one DeleteObjects
+_MULTIPART = 16 << 20  # files of at least this size are uploaded in parts
+_MOST_HEDGED = 32 << 20  # hedging a larger read would cost more than it saves
+_MOST_AT_ONCE = 1000  # maximum number of objects per DeleteObjects
 _LISTING = {"ContinuationToken": "NextContinuationToken"}
-_DELETE_THREADS = 8  # where each object takes a request of its own
+_DELETE_THREADS = 8  # used if each object needs a separate request
 
 
 class S3Store(S3Requests):
-    """A bucket, or a prefix of one, behind the S3 protocol. `store.open_store` makes it."""
+    """Store in a bucket, or in a prefix of a bucket; made by `open_store`."""
 
     def get(
         self, key: str, offset: int = 0, length: int | None = None, *, etag: str | None = None
     ) -> bytes:
-        """See `Store.get`. A request for 0 bytes is answered without asking the server."""
+        """See `Store.get`. A read of 0 bytes sends no request."""
         check_range(offset, length)
         if length == 0:
             return b""
@@ -75,10 +75,10 @@ class S3Store(S3Requests):
         self, key: str, offset: int, length: int | None, etag: str | None, tries: Tries
     ) -> bytes:
         name = self._key(key)
-        # Not every server heeds If-Match.
+        # Some servers ignore If-Match.
         check = partial(self._check_version, key, etag)
         pieces: list[bytes] = []
-        done = fresh = 0  # bytes read, and those of them that are no progress yet
+        done = fresh = 0  # bytes read in total, and since the last progress
         while True:
             rest = None if length is None else length - done
             client = self._client
@@ -86,7 +86,8 @@ class S3Store(S3Requests):
             read = self._run(
                 partial(
                     *(BodyRead, f"{self.uri}/{key}", ask, check, self.count),
-                    *(offset + done, rest, etag, self._patience / 3),  # other connections follow
+                    # A third of the patience leaves time for other connections.
+                    *(offset + done, rest, etag, self._patience / 3),
                 ),
                 rest,
             )
@@ -103,7 +104,7 @@ class S3Store(S3Requests):
             self.count(resumes=int(read.opened))
         if length is not None and done != length:
             raise short_object(f"{self.uri}/{key}", offset, length, done)
-        return b"".join(pieces)  # of one piece: that piece, without a copy
+        return b"".join(pieces)  # does not copy a single piece
 
     def _check_version(self, key: str, wanted: str | None, etag: str) -> None:
         if wanted is None:
@@ -112,7 +113,7 @@ class S3Store(S3Requests):
             raise object_changed(f"{self.uri}/{key}", wanted)
 
     def _run(self, make: Callable[[], BodyRead], size: int | None) -> BodyRead:
-        """Do one read, with a second one beside it if it is late."""
+        """Run one read, with a second one in parallel if it is late."""
         first, hedger = make(), self._hedger
         if hedger is None or size is None or size > _MOST_HEDGED:
             first.run()
@@ -157,7 +158,7 @@ class S3Store(S3Requests):
         try:
             condition = partial(put, IfNoneMatch="*")
             reply = self._optional("If-None-Match in PUT", condition, unless_there)
-        except ObjectChanged:  # HTTP 412: the condition does not hold
+        except ObjectChanged:  # HTTP 412: the object exists
             return False
         if reply is None:
             return False
@@ -171,7 +172,7 @@ class S3Store(S3Requests):
         path: str | os.PathLike[str],
         sent: Callable[[int], None] | None = None,
     ) -> ObjectInfo:
-        """See `Store.put_file`. Large files go up in parts; the object appears with the last."""
+        """See `Store.put_file`. Large files are uploaded in parts and appear at the end."""
         size = os.stat(path).st_size
         if size < _MULTIPART:
             with open(path, "rb") as file:
@@ -193,7 +194,7 @@ class S3Store(S3Requests):
     def put_verified(
         self, key: str, size: int, sha256: str | None, read: Callable[[int, int], bytes]
     ) -> Written:
-        """See `Store.put_verified`. Large objects go up in parts, and appear with the last."""
+        """See `Store.put_verified`. Large objects are uploaded in parts and appear at the end."""
         pieces = CheckedPieces(f"{self.uri}/{key}", size, sha256, read, part_size(size))
         whole = None if size >= _MULTIPART else b"".join(pieces)
 
@@ -214,14 +215,14 @@ class S3Store(S3Requests):
         return Written(ObjectInfo(size, etag), pieces.sha256, confirmed)
 
     def remove_uploads(self, prefix: str, but: Callable[[str], bool]) -> int:
-        """Take back uploads in parts that were never completed; returns how many there were.
+        """Abort multipart uploads that were never completed, and return their number.
 
-        A writer that was killed leaves them: they are listed nowhere and cost what they hold.
+        A killed writer leaves such uploads; they are in no object listing but use storage.
 
         Args:
-            prefix: of the keys.
-            but: tells of a key whether to leave it alone, because it is being written; asked
-                after the listing.
+            prefix: prefix of the keys.
+            but: returns whether to keep the upload of a key because it is still being written;
+                called after the listing.
         """
         found = [one for one in self.unfinished(prefix) if not but(one.key)]
         for one in found:
@@ -242,7 +243,7 @@ class S3Store(S3Requests):
 
     def drop_unfinished(self, one: Unfinished) -> None:
         """See `Store.drop_unfinished`."""
-        with suppress(MissingKey):  # it has just ended by itself
+        with suppress(MissingKey):  # the upload has just ended
             self._call("abort_multipart_upload", one.key, UploadId=one.mark)
 
     def delete(self, key: str) -> None:
@@ -258,7 +259,7 @@ class S3Store(S3Requests):
                     for one in page.get(kind, ()):
                         if not _is_marker(one["Key"]):
                             yield kind, one
-        except NotSupported:  # of a server that keeps none
+        except NotSupported:  # this server keeps no versions
             return
 
     def _versions_of(self, prefix: str) -> dict[str, list[str]]:
@@ -282,7 +283,7 @@ class S3Store(S3Requests):
         return self._delete_many(wanted)
 
     def _delete_many(self, wanted: Sequence[dict[str, str]]) -> list[tuple[str, str]]:
-        """Remove objects or versions; returns (key, reason) of those that stay."""
+        """Remove objects or versions; return (key, reason) of those that stay."""
         kept: dict[str, str] = {}
         for first in range(0, len(wanted), _MOST_AT_ONCE):
             batch = wanted[first : first + _MOST_AT_ONCE]
@@ -291,9 +292,9 @@ class S3Store(S3Requests):
         return list(kept.items())
 
     def _delete_batch(self, batch: Sequence[dict[str, str]]) -> dict[str, str]:
-        """Send DeleteObjects, whose answer 200 may hold an error for each key.
+        """Send DeleteObjects; its response with status 200 may contain errors per key.
 
-        Objects whose removal may succeed later are removed by requests of their own.
+        Objects whose removal may succeed later are removed with separate requests.
         """
         which = {"Delete": {"Objects": batch, "Quiet": True}}
         check = partial(check_deleted, asked={one["Key"] for one in batch})
@@ -311,7 +312,7 @@ class S3Store(S3Requests):
         return kept | self._delete_each([one for one in batch if one["Key"] in later])
 
     def _delete_each(self, batch: Sequence[dict[str, str]]) -> dict[str, str]:
-        """Remove each by a request of its own, for a server without DeleteObjects."""
+        """Remove each object with a separate request, for servers without DeleteObjects."""
 
         def remove(one: dict[str, str]) -> str:
             try:
@@ -341,13 +342,13 @@ class S3Store(S3Requests):
         return sorted(one for ones in gone for one in ones)
 
     def drop_bygone(self, ones: Sequence[Unfinished]) -> list[tuple[str, str]]:
-        """See `Store.drop_bygone`. A marker stays: without it an older version would come back."""
+        """See `Store.drop_bygone`. Delete markers stay, because they hide older versions."""
         return self._delete_many(
             [{"Key": self._key(one.key), "VersionId": one.mark} for one in ones]
         )
 
     def delete_versions(self, key: str) -> int:
-        """See `Store.delete_versions`. One by one: what is refused comes as an error of its own."""
+        """See `Store.delete_versions`. Versions are removed one by one to raise each refusal."""
         found = self._versions_of(key).get(key, [])
         for version in found:
             self._call("delete_object", key, VersionId=version)
@@ -358,15 +359,15 @@ class S3Store(S3Requests):
         return len(found)
 
     def set_hold(self, key: str, *, on: bool) -> None:
-        """Set or end the legal hold of an object's newest version.
+        """Set or clear the legal hold of an object's newest version.
 
         Raises:
-            StoreError: the bucket has no object lock, or this user may not.
+            StoreError: the bucket has no object lock, or this user lacks the right.
         """
         self._call("put_object_legal_hold", key, LegalHold={"Status": "ON" if on else "OFF"})
 
     def list_folders(self, prefix: str = "") -> list[str]:
-        """See `Store.list_folders`; up to 1,000 in a request."""
+        """See `Store.list_folders`; one request returns up to 1,000 folders."""
         pages = self._pages("list_objects_v2", prefix, _LISTING, Delimiter="/")
         found = (folder["Prefix"] for page in pages for folder in page.get("CommonPrefixes", ()))
         return sorted({name.removesuffix("/")[len(self._base) :] for name in found})
@@ -379,5 +380,5 @@ class S3Store(S3Requests):
 
 
 def _is_marker(name: str) -> bool:
-    """Whether a key stands for a folder: consoles of other programs make such, without bytes."""
+    """Return whether a key is an empty folder marker, as created by some S3 consoles."""
     return name.endswith("/")

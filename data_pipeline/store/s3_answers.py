@@ -1,8 +1,8 @@
-"""Meaning of an S3 server's answers: one table of error codes, and the error for each meaning.
+"""Classifies S3 error responses: a table of error codes, and the exception for each meaning.
 
-Pure: status and error code in, a meaning out; a meaning in, an exception out. The table has the
-codes of Amazon's "List of error codes" (S3 API reference) that our requests can get, and those that
-MinIO, Ceph, OSS, B2 and GCS add. `docs/DATA.md` shows it.
+The module is pure: it maps status and error code to a meaning, and a meaning to an exception. The
+table has the codes of Amazon's "List of error codes" (S3 API reference) that our requests can get,
+and the codes that MinIO, Ceph, OSS, B2 and GCS add. `docs/DATA.md` shows it.
 """
 
 from typing import Literal, NamedTuple
@@ -35,13 +35,13 @@ Meaning = Literal[
 
 
 class Row(NamedTuple):
-    """One meaning of an answer.
+    """One meaning of an error response.
 
     Attributes:
-        fault: who can mend it: "transient" (nobody has to), "user", "object" or "server".
-        action: what the store does, for the docs.
+        fault: cause: "transient" (no fix needed), "user", "object" or "server".
+        action: reaction of the store, for the docs.
         codes: the error codes.
-        statuses: the HTTP statuses that mean the same where no code of the table is given.
+        statuses: HTTP statuses with the same meaning if the response has no code of the table.
     """
 
     fault: str
@@ -164,25 +164,25 @@ _BY_STATUS: dict[int, Meaning] = {
 
 
 def meaning_of(status: int, code: str) -> Meaning:
-    """Return what an error answer means: by its code, else by its status.
+    """Return the meaning of an error response, from its code or else from its status.
 
     Args:
         status: HTTP status.
-        code: the `Code` of the error document; an answer without one, as to HEAD, comes with the
-            status as code, or empty.
+        code: the `Code` of the error document. Without a document, as for HEAD, it is the status
+            or empty.
     """
     return _BY_CODE.get(code) or _BY_STATUS.get(status) or ("again" if status >= 500 else "refused")
 
 
 def failure(meaning: Meaning, where: str, bucket: str, reason: str, etag: str | None) -> StoreError:
-    """Return the error to raise for a request that is not to be sent again.
+    """Return the error to raise for a request that must not be sent again.
 
     Args:
-        meaning: why.
-        where: the object.
-        bucket: its bucket's name.
-        reason: what the server said, in few words.
-        etag: the version that was asked for.
+        meaning: meaning of the failure.
+        where: address of the object.
+        bucket: name of the bucket.
+        reason: short form of the server's message.
+        etag: the requested version.
     """
     if meaning == "missing":
         return MissingKey(f"{where}: no such object; check the name, or ingest it first")
@@ -214,7 +214,7 @@ def failure(meaning: Meaning, where: str, bucket: str, reason: str, etag: str | 
 
 
 def rows() -> list[str]:
-    """Return the table as lines of Markdown, for docs/DATA.md."""
+    """Return the table as Markdown lines for docs/DATA.md."""
     head = "| meaning | fault | codes | statuses without a code | what is done |"
     return [head, "|---|---|---|---|---|"] + [
         f"| {meaning} | {row.fault} | {', '.join(row.codes)} | "

@@ -1,15 +1,15 @@
-"""Checks that a successful answer of an S3 server has the form of an answer to the request.
+"""Checks that a successful S3 response has the form expected for its request.
 
-A proxy's page, an empty body and the answer to another request come with status 200, too, and
-botocore reads an empty listing, a deletion or an object out of them. Each check raises
-`WrongAnswer`; the request is then sent again.
+A proxy's page, an empty body or the response to another request may also have status 200, and
+botocore parses them as an empty listing, a deletion or an object. A failed check raises
+`WrongAnswer` or `BrokenBody`, and the request is sent again.
 """
 
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-# The first element of a document, whatever its namespace's prefix.
+# The first element of a document, with any namespace prefix.
 _ROOT = re.compile(rb"<(?:[\w.-]+:)?([A-Za-z]\w*)[\s/>]")
 _ROOTS = {
     "ListObjectsV2": "ListBucketResult",
@@ -25,11 +25,11 @@ _HEADERS = {
     "PutObject": ("etag",),
     "UploadPart": ("etag",),
 }
-_MOST_DIGITS = 18  # of a number of bytes: Python refuses to read one of thousands
+_MOST_DIGITS = 18  # maximum digits of a number of bytes: Python refuses to parse thousands
 _NUMBER = rf"[0-9]{{1,{_MOST_DIGITS}}}"
 _RANGE = re.compile(rf"bytes ({_NUMBER})-({_NUMBER})/({_NUMBER}|\*)")
-_MOST_EMPTY = 1000  # pages in a row without an entry
-# What the entries of a page are called, and the fields without which an entry names nothing.
+_MOST_EMPTY = 1000  # maximum number of pages in a row without an entry
+# Fields of a page that hold entries, and the fields without which an entry names nothing.
 _ENTRIES = {
     "Contents": ("Key",),
     "CommonPrefixes": ("Prefix",),
@@ -40,25 +40,25 @@ _ENTRIES = {
 
 
 class BrokenBody(Exception):
-    """Fewer bytes came than the server had announced, or they came too slowly."""
+    """Fewer bytes arrived than announced, or they arrived too slowly."""
 
 
 class WrongAnswer(Exception):
-    """The answer has not the form of one to this request."""
+    """The response does not have the form expected for this request."""
 
 
 def check_form(operation: str, status: int, headers: Mapping[str, str], body: object) -> None:
-    """Check an answer before it is parsed.
+    """Check a response before it is parsed.
 
     Args:
-        operation: such as "ListObjectsV2".
-        status: of HTTP; only successes are checked for what they must hold.
-        headers: with names in lower case.
-        body: bytes, or a stream of an object.
+        operation: name such as "ListObjectsV2".
+        status: HTTP status; headers and document are checked only for successes.
+        headers: headers with lower-case names.
+        body: bytes, or the stream of an object.
 
     Raises:
-        BrokenBody: the body was cut off; botocore would take an empty list for an empty bucket.
-        WrongAnswer: as named.
+        BrokenBody: the body is truncated; botocore would read an empty list as an empty bucket.
+        WrongAnswer: the response has another form.
     """
     size = headers.get("content-length")
     if size is not None and not re.fullmatch(_NUMBER, size):
@@ -76,21 +76,21 @@ def check_form(operation: str, status: int, headers: Mapping[str, str], body: ob
     root = match[1].decode() if (match := _ROOT.search(body[:4096])) else ""
     wanted = _ROOTS.get(operation)
     if root == "Error":
-        return  # botocore takes it for the error that it is
+        return  # botocore parses it as an error
     if root != wanted and (wanted or root.lower() == "html"):
         shown = f"<{root}>" if root else f"{len(body)} bytes"
         raise WrongAnswer(f"HTTP {status} with {shown}, expected {wanted or 'no document'}")
 
 
 def check_body(reply: Mapping[str, Any], start: int, length: int | None) -> int:
-    """Check the head of an answer to GetObject; return the size of its body.
+    """Check the head of a GetObject response and return the size of its body.
 
     Args:
-        reply: of botocore.
-        start, length: as they were asked for; length None: to the end.
+        reply: the reply of botocore.
+        start, length: the requested range; length None means up to the end.
 
     Raises:
-        WrongAnswer: it is not of these bytes.
+        WrongAnswer: the response does not cover the requested bytes.
     """
     status: int = reply["ResponseMetadata"]["HTTPStatusCode"]
     size: int | None = reply.get("ContentLength")
@@ -104,7 +104,7 @@ def check_body(reply: Mapping[str, Any], start: int, length: int | None) -> int:
             raise WrongAnswer(f"{told} for a whole object, so its end could not be told")
         return size
     if status == 200 and not start and size is not None and size == length and not packed:
-        return size  # the range is all of the object
+        return size  # the range covers the whole object
     if status != 206:
         raise WrongAnswer(
             f"HTTP {status}: asked for a byte range, the server sent the whole object"
@@ -141,11 +141,11 @@ def check_deleted(reply: Mapping[str, Any], asked: Collection[str]) -> None:
 
 
 class Pages:
-    """Checks the pages of one listing: that they are of its prefix, and that it comes to an end.
+    """Checker for the pages of one listing: keys must have its prefix, and the listing must end.
 
     Args:
-        prefix: of all keys.
-        marks: parameter of the next request -> its value's name in a page.
+        prefix: prefix of all keys.
+        marks: parameter of the next request -> page field with its value.
     """
 
     def __init__(self, prefix: str, marks: Mapping[str, str]) -> None:
@@ -155,10 +155,10 @@ class Pages:
         self._empty = 0
 
     def check(self, page: Mapping[str, Any]) -> None:
-        """Check a page; one that is refused leaves no trace, and may be asked for again.
+        """Check a page; a refused page changes nothing and may be requested again.
 
         Raises:
-            WrongAnswer: it is of another listing, or of one without an end.
+            WrongAnswer: the page belongs to another listing, or the listing does not advance.
         """
         entries: list[Mapping[str, Any]] = []
         for kind, fields in _ENTRIES.items():

@@ -1,7 +1,7 @@
-"""One ranged GET and its body, which another thread may abandon.
+"""Runs one ranged GET and reads its body; another thread may abandon it.
 
-The body is read with `read1`: what has arrived is kept at once, so that a connection that breaks
-loses nothing that came before, and a stalled one is noticed by the socket's timeout.
+The body is read with `read1`, which returns bytes as soon as they arrive. So a broken connection
+does not lose the bytes before it, and the socket's timeout detects a stalled connection.
 """
 
 import time
@@ -11,14 +11,14 @@ from typing import Any
 
 from data_pipeline.store.s3_form import BrokenBody, check_body
 
-# At most so much of a body is taken from the socket at a time.
+# Maximum number of bytes per read from the socket.
 _PIECE = 256 << 10
-# So many bytes are progress: a large object on a poor line is slow, not hopeless.
+# This many bytes count as progress, so a large object on a slow line does not fail.
 PROGRESS = 1 << 20
 
 
 class Sent:
-    """When a request left (time.monotonic()), and how long it had waited for the budget before."""
+    """Send time of a request (time.monotonic()), and seconds it waited for the budget before."""
 
     def __init__(self) -> None:
         self.sent: float | None = None
@@ -26,22 +26,23 @@ class Sent:
 
 
 class BodyRead(Sent):
-    """A read on its way: a `Flight` of `hedge`. After `run` it holds what came of it.
+    """A read in progress, as a `Flight` of `hedge`; it holds the result after `run`.
 
     Args:
-        where: the object, for messages.
-        ask: sends GetObject with the given parameters and this as the mark; returns the reply.
-        check: called with the ETag of the reply; raises if it is not the right version.
+        where: name of the object, for messages.
+        ask: sends GetObject with this mark and the given parameters; returns the reply.
+        check: called with the ETag of the reply; raises if the version is wrong.
+        count: called at the end as `count(bytes=...)` with the number of bytes received.
         start: first byte.
-        length: bytes to read; None: all that follow.
-        etag: the version to read, None: any.
-        count: called at the end as `count(bytes=...)`, with those that came.
-        patience: seconds in which `PROGRESS` bytes (or the rest) have to come.
+        length: bytes to read; None reads all remaining bytes.
+        etag: version to read; None reads any.
+        patience: seconds within which `PROGRESS` bytes (or the rest) must arrive.
 
     Attributes:
-        pieces: what has arrived; `got` bytes in all.
-        error: why that is not everything; None when it is.
-        opened: was there an answer before the error?
+        pieces: received pieces of the body.
+        got: number of bytes received.
+        error: reason for an incomplete body; None if the body is complete.
+        opened: True if the server responded before the error.
     """
 
     def __init__(
@@ -71,8 +72,8 @@ class BodyRead(Sent):
         try:
             reply = self._ask(self, self._request())
             self.opened = True
-            # botocore hands out urllib3's response in this way. At the end it is closed: a
-            # connection with a whole body read is back in the pool by then, any other ends.
+            # botocore returns urllib3's response as the stream. Closing it ends the connection,
+            # unless the whole body was read; then the connection is already back in the pool.
             with reply["Body"] as stream:
                 size = self._accept(reply)
                 self._stream = stream
@@ -83,11 +84,11 @@ class BodyRead(Sent):
         self._count(bytes=self.got)
 
     def abandon(self) -> None:
-        """End soon. A thread that sits in the socket is woken; one without an answer times out."""
+        """End the read soon; wakes a thread that reads the body, others run into their timeout."""
         self._abandoned = True
         stream = self._stream
         if stream is not None:
-            with suppress(ValueError, RuntimeError, OSError):  # it has just ended by itself
+            with suppress(ValueError, RuntimeError, OSError):  # the read has just ended
                 stream.shutdown()
 
     def _request(self) -> dict[str, Any]:
@@ -100,7 +101,7 @@ class BodyRead(Sent):
         return request
 
     def _accept(self, reply: dict[str, Any]) -> int:
-        """Check the head of an answer; return the size of its body."""
+        """Check the head of a response and return the size of its body."""
         size = check_body(reply, self._start, self._length)
         self._check(reply["ETag"])
         self.etag = reply["ETag"]

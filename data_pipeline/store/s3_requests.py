@@ -1,8 +1,8 @@
-"""Sends S3 requests until they are answered, or their failure is understood.
+"""Sends S3 requests with retries, and classifies failures.
 
-botocore counts attempts and not time, knows nothing of the other processes of a node and asks no
-second time about an odd answer. Here it sends each request once, and `S3Requests` does the rest:
-when to send it again, what a refusal means, and what the store does without.
+botocore limits attempts instead of time, does not know the other processes of a node, and does not
+verify odd responses. Here it sends each request once, and `S3Requests` decides when to send it
+again, what a refusal means, and which optional features the store does without.
 """
 
 import logging
@@ -33,17 +33,18 @@ from data_pipeline.store.stats import Counted
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-_CALM_S = 5.0  # no hedges for so long after the server asked for fewer requests
-_REMARK_S = 10.0  # a failing server is worth a line in the log this often
+_CALM_S = 5.0  # no hedges for this long after the server throttled a request
+_REMARK_S = 10.0  # minimum interval between log lines about a failing server
 
 
 class Judgement(NamedTuple):
-    """What a failed request means.
+    """Classification of a failed request.
 
     Attributes:
         meaning: see `s3_answers`.
-        reason: in few words, for messages.
-        formed: it is known for certain: not from a status alone, as of a proxy's page.
+        reason: short text for messages.
+        formed: True if the meaning is certain; False if it comes only from a status, which may be
+            a proxy's.
     """
 
     meaning: Meaning
@@ -52,15 +53,15 @@ class Judgement(NamedTuple):
 
 
 class S3Requests(Counted):
-    """Requests to a bucket, or a prefix of one; `S3Store` makes a store of them.
+    """Requests to a bucket, or to a prefix in a bucket; base class of `S3Store`.
 
     Args:
         bucket, prefix: the root.
-        connect: makes a boto3 client that sends each request once and calls the function it is
-            given before each; reads the credentials anew.
-        judge: what an exception of the client or of a body means; None if it is not one of those.
+        connect: makes a boto3 client with fresh credentials. The client sends each request once
+            and calls the given function before each request.
+        judge: returns the meaning of an exception from the client or a body; None for others.
         attempts, pool (threads), patience, hedge, budget: see `open_store`.
-        asked: how the endpoint came to be, for messages.
+        asked: origin of the endpoint, for messages.
     """
 
     def __init__(
@@ -84,20 +85,20 @@ class S3Requests(Counted):
         self._versions = Versions()
         self._hedger = Hedger(pool) if hedge else None
         self._budget = budget
-        self._draw = random.Random()  # of jitter only: seeded by the system, apart from any other
+        self._draw = random.Random()  # for jitter only; seeded by the system
         self._here = threading.local()
         self._renewing = threading.Lock()
         self._closing = threading.Event()
         self._calm_at = self._remark_at = 0.0
-        self._knows: dict[str, bool] = {}  # what not every server knows -> does this one?
-        self._answers = False  # whether it has ever answered as an S3 server does
+        self._knows: dict[str, bool] = {}  # optional feature -> True if this server supports it
+        self._answers = False  # True once the server has answered like an S3 server
         self._connect = partial(connect, self._before_send)
         self._client = self._connect()
         self.endpoint: str = self._client.meta.endpoint_url
         self._asked = f"asked {self.endpoint}, {asked}"
 
     def close(self) -> None:
-        """See `Store.close`. Reads under way are left to end; the budget is not closed."""
+        """See `Store.close`. Reads in progress may finish; the budget is not closed."""
         self._closing.set()
         if self._hedger:
             self._hedger.close()
@@ -115,14 +116,14 @@ class S3Requests(Counted):
         return self._base + check_key(key)
 
     def _optional(self, feature: str, do: Callable[[], T], instead: Callable[[], T]) -> T:
-        """Do what not every server knows; once one has refused it, and never before, `instead`."""
+        """Call `do`, which needs an optional feature; call `instead` once the server refuses it."""
         if self._knows.get(feature, True):
             try:
                 done = do()
             except RequestRefused as refused:
                 if feature in self._knows:
                     raise
-                done = instead()  # what fails, too, was not refused for the feature
+                done = instead()  # if this fails too, the feature was not the cause
                 self._knows[feature] = False
                 log.warning("%s: does without %s from now on: %s", self.uri, feature, refused)
             else:
@@ -133,7 +134,7 @@ class S3Requests(Counted):
     def _pages(
         self, operation: str, prefix: str, marks: dict[str, str], **more: str
     ) -> Iterator[Any]:
-        """Ask for all pages of a listing; `marks`: parameter -> its next value's name in a page."""
+        """Yield all pages of a listing; `marks`: parameter -> page field with its next value."""
         wanted = {"Prefix": self._base + prefix, **more}
         pages, at = Pages(self._base + prefix, marks), {}
         while True:
@@ -158,7 +159,7 @@ class S3Requests(Counted):
         patience: float | None = None,
         check: Callable[[Any], None] | None = None,
     ) -> Any:
-        """Send a request without a streamed answer until it succeeds or is given up."""
+        """Send a request with an unstreamed response until it succeeds or finally fails."""
         with self._tries(key, patience) as tries:
             while True:
                 client, mark = self._client, Sent()
@@ -173,7 +174,7 @@ class S3Requests(Counted):
                     self._again(key, error, tries, client, mark, bare=bare)
 
     def _ask(self, client: Any, operation: str, parameters: dict[str, Any], mark: Sent) -> Any:
-        """Send one request, once."""
+        """Send one request once."""
         self._here.mark = mark
         return getattr(client, operation)(Bucket=self.bucket, **parameters)
 
@@ -196,15 +197,15 @@ class S3Requests(Counted):
         *,
         bare: bool = False,
     ) -> None:
-        """Wait until a failed request may be sent again, or raise what the failure means.
+        """Wait until a failed request may be sent again, or raise the error for its failure.
 
         Args:
-            key, error: of the request.
-            tries: its attempts.
-            client: that sent it.
-            mark: when it was sent.
-            etag: the version that was asked for.
-            bare: it was a HEAD, whose answer has no body to tell the reason.
+            key, error: key and error of the request.
+            tries: attempts of the operation.
+            client: client that sent the request.
+            mark: time of sending.
+            etag: the requested version.
+            bare: True for a HEAD request, whose response has no body with the reason.
         """
         meaning, reason = self._meaning_of(key, error, client, etag, bare=bare)
         waited = mark.waited
@@ -217,7 +218,7 @@ class S3Requests(Counted):
         if meaning not in TRANSIENT:
             if isinstance(error, StoreError):
                 raise error
-            if meaning not in ("missing", "changed", "range"):  # by these it is the right server
+            if meaning not in ("missing", "changed", "range"):  # these prove it is the right server
                 reason = f"{reason}; {self._asked}"
             raise failure(meaning, f"{self.uri}/{key}", self.bucket, reason, etag) from error
         tries.excuse(waited)
@@ -243,7 +244,7 @@ class S3Requests(Counted):
             self._budget.throttled()
 
     def _renew(self, client: Any) -> None:
-        """Take the credentials from boto3's chain anew, once for all threads that use `client`."""
+        """Renew the credentials from boto3's chain, once for all threads that use `client`."""
         with self._renewing:
             if self._client is client:
                 self._client = self._connect()
@@ -260,7 +261,7 @@ class S3Requests(Counted):
     def _meaning_of(
         self, key: str, error: Exception, client: Any, etag: str | None, *, bare: bool
     ) -> tuple[Meaning, str]:
-        """What a failure means once what can be asked about it was asked."""
+        """Return meaning and reason of a failure, after asking the server for details if needed."""
         if isinstance(error, ObjectChanged):
             found, etag = Judgement("changed", "another ETag came"), error.etag
         elif isinstance(error, StoreError) or (judged := self._judge(error)) is None:
@@ -274,25 +275,25 @@ class S3Requests(Counted):
         if found.meaning in TRANSIENT:
             return found.meaning, found.reason
         if self._answers and (not found.formed or found.meaning == "redirect"):
-            # It spoke S3 a moment ago: somebody else answers in its place.
+            # The server has spoken S3 before, so this response comes from something in between.
             return "again", found.reason
         self._answers |= found.formed and found.meaning in ("missing", "changed", "range")
         return found.meaning, found.reason
 
     def _reason_of(self, key: str, client: Any, found: Judgement) -> Judgement:
-        """Ask for a byte of an object whose HEAD was refused: that answer says why."""
+        """Return why a HEAD was refused, from a GET of one byte, whose response has a body."""
         try:
             more = {"Key": self._key(key), "Range": "bytes=0-0"}
             self._ask(client, "get_object", more, Sent())["Body"].close()
         except Exception as error:
             if (told := self._judge(error)) is None:
                 raise
-            # A range that is none: the object is there, and empty.
+            # An invalid range means that the object exists and is empty.
             return Judgement("again", found.reason) if told.meaning == "range" else told
         return Judgement("again", f"{found.reason}, though the object is there")
 
     def _still_has(self, key: str, client: Any, etag: str) -> bool:
-        """Whether a HEAD says that an object has its ETag after all, or cannot say."""
+        """Return whether a HEAD confirms an object's ETag, or fails with a transient error."""
         try:
             reply = self._ask(client, "head_object", {"Key": self._key(key)}, Sent())
         except Exception as error:

@@ -1,4 +1,4 @@
-"""What was asked of a store: counts since it was opened."""
+"""Counts of a store's requests and bytes since it was opened."""
 
 import threading
 from dataclasses import dataclass, replace
@@ -6,17 +6,17 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class StoreStats:
-    """Counts since the store was opened, over all threads. A store leaves at 0 what it has not.
+    """Counts since the store was opened, over all threads; counts that do not apply stay 0.
 
     Args:
-        requests: HTTP requests sent (each retry and each hedge is one), or file operations.
-        bytes: payload bytes received, those of broken and of abandoned bodies included.
+        requests: HTTP requests sent (each retry and each hedge counts), or file operations.
+        bytes: payload bytes received, including broken and abandoned bodies.
         written: payload bytes sent.
-        resumes: bodies that broke and were taken up again.
-        retries: requests sent again because the one before had failed; resumes are among them.
+        resumes: bodies that broke and were resumed.
+        retries: requests sent again after a failure, including resumes.
         hedges: second requests sent because the first was late.
-        hedges_won: those of them that were complete before the first.
-        throttled: answers 503 and 429.
+        hedges_won: hedges that completed before the first request.
+        throttled: responses with status 503 or 429.
         budget_wait_s: seconds that requests waited for the node's budget, summed over threads.
     """
 
@@ -32,7 +32,7 @@ class StoreStats:
 
 
 class Counted:
-    """What stores have in common: an address, and thread-safe counts."""
+    """Base class of stores: an address and thread-safe counts."""
 
     uri: str
 

@@ -1,1 +1,1 @@
-"""The source of a webdataset pipeline: samples in an exact order, without packing or a model."""
+"""Source stage of a webdataset pipeline: samples in an exact order, without packing or a model."""

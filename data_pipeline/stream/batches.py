@@ -1,11 +1,11 @@
-"""Turns the parts of a stretch into batches, or into the samples that webdataset reads."""
+"""Turns the parts of a stretch into batches, or into samples in webdataset's form."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from isal.isal_zlib import adler32, crc32  # zlib's numbers in a fraction of its time
+from isal.isal_zlib import adler32, crc32  # same results as zlib, but much faster
 from numpy.typing import NDArray
 
 from data_pipeline.index.manifest import IndexMismatch
@@ -14,7 +14,7 @@ from data_pipeline.store.open import Span, Store
 from data_pipeline.stream.extents import HEADER, BufferParts, FileParts
 from data_pipeline.stream.stretch import Stretch
 
-_CHECKSUM = slice(148, 156)  # of a tar header, which counts as eight spaces in it
+_CHECKSUM = slice(148, 156)  # checksum field of a tar header; it counts as eight spaces
 
 
 @dataclass(slots=True)
@@ -23,12 +23,12 @@ class Batch:
 
     Attributes:
         position: position of the step's first sample in the stream, the same on all ranks.
-        source: names of the sources.
-        key: keys of the samples there.
+        source: name of each sample's source.
+        key: key of each sample.
         document: bytes of each JSON document.
-        media: bytes of each media file.
+        media: bytes of each sample's media files.
         index: int64 [n] number of each sample in its source's index.
-        epoch: int64 [n] how often its source had been gone through before.
+        epoch: int64 [n] number of completed epochs of each sample's source.
     """
 
     position: int
@@ -44,19 +44,19 @@ class Batch:
 
 
 class Assembly:
-    """A stretch as steps, which are read in any order and from any thread.
+    """Steps of a stretch, which may be read in any order and from any thread.
 
     Args:
-        stretch: its samples, step by step, equally many in each.
-        parts: their bytes.
-        keys: their keys [n].
-        names: of the sources.
-        store: where the shards lie; damaged bytes are read from it again.
+        stretch: samples of the steps, in order, with the same number in each step.
+        parts: bytes of the samples.
+        keys: keys of the samples [n].
+        names: names of the sources.
+        store: store with the shards; damaged bytes are read from it again.
         first: position of the first step's first sample in the stream.
-        num_steps: steps in the stretch.
-        stride: positions from the first sample of a step to that of the next.
-        batch_size: samples of a step, over all ranks.
-        check: compare all bytes with their CRC-32.
+        num_steps: number of steps in the stretch.
+        stride: distance in positions between the first samples of consecutive steps.
+        batch_size: samples in a step, over all ranks.
+        check: True to compare all bytes with their CRC-32.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class Assembly:
         self._per_step = len(keys) // num_steps
 
     def end(self, step: int) -> int:
-        """The position after a step of the stretch."""
+        """Return the position after a step of the stretch."""
         return self.first + step * self.stride + self._batch_size
 
     def batch(self, step: int) -> Batch:
-        """Read a step; waits for its bytes.
+        """Read a step; wait for its bytes.
 
         Raises:
-            StoreError, IndexMismatch: as `SampleStream` says.
+            StoreError, IndexMismatch: as in `SampleStream.__iter__`.
         """
         begin, end = step * self._per_step, (step + 1) * self._per_step
         bodies, starts = self._bodies(begin, end)
@@ -104,10 +104,10 @@ class Assembly:
         )
 
     def samples(self, step: int) -> list[dict[str, Any]]:
-        """Read a step as the samples that webdataset's tar reader makes of the shards.
+        """Read a step as samples in the form of webdataset's tar reader.
 
         Raises:
-            StoreError, IndexMismatch: as `SampleStream` says.
+            StoreError, IndexMismatch: as in `SampleStream.__iter__`.
         """
         begin, end = step * self._per_step, (step + 1) * self._per_step
         bodies, starts = self._bodies(begin, end)
@@ -129,7 +129,7 @@ class Assembly:
         return samples
 
     def _bodies(self, begin: int, end: int) -> tuple[list[bytes], list[int]]:
-        """Checked bytes of the parts of samples begin ... end - 1, and where each begins in it."""
+        """Return checked bytes of the parts of samples begin ... end - 1, and each first part."""
         first, last = self._ptr[begin], self._ptr[end]
         bodies = self._parts.read(first, last)
         if self._check and list(map(crc32, bodies)) != self._crc[first:last]:
@@ -137,7 +137,7 @@ class Assembly:
         return bodies, [part - first for part in self._ptr[begin : end + 1]]
 
     def _intact(self, part: int, body: bytes) -> bytes:
-        """Read a part again if it is damaged; what stays so raises IndexMismatch."""
+        """Read a part again if it is damaged; raise IndexMismatch if it stays damaged."""
         stretch, crc = self._stretch, self._crc[part]
         if crc32(body) == crc:
             return body
@@ -155,8 +155,8 @@ class Assembly:
 
 
 def member_name(header: bytes) -> str | None:
-    """The name in a ustar header of 512 bytes; None if the header's own checksum is wrong."""
-    # Started at 0, the low half of an Adler-32 is the sum of the bytes modulo 65521.
+    """Return the name in a ustar header of 512 bytes; None if the header's checksum is wrong."""
+    # With start value 0, the low half of an Adler-32 is the sum of the bytes modulo 65521.
     total = (adler32(header, 0) & 0xFFFF) - (adler32(header[_CHECKSUM], 0) & 0xFFFF) + 8 * ord(" ")
     try:
         intact = len(header) == HEADER and (total - int(header[148:154], 8)) % 65521 == 0

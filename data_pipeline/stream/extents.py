@@ -1,6 +1,6 @@
-"""The bytes of a stretch's parts: from files of a folder, from whole shards, or from ranges.
+"""Fetches the bytes of a stretch's parts from files in a folder, whole shards, or byte ranges.
 
-`prepare` starts the requests and does not wait; `read` of the parts waits for what it needs, may
+`prepare` starts the requests without waiting. The parts' `read` waits for the bytes it needs, may
 be called from any thread, and raises a StoreError that names the shard. So one stretch is fetched
 while another is in use.
 """
@@ -20,27 +20,28 @@ from data_pipeline.store.objects import check_key
 from data_pipeline.store.open import FolderStore, Store, StoreError
 from data_pipeline.stream.stretch import Stretch, by_first_use
 
-# A request costs about as much as reading this many bytes: closer neighbours are read as one.
+# A request costs about as much as reading this many bytes, so closer neighbours share one read.
 MAX_GAP = 256 << 10
-# A larger read is split into pieces that are fetched in parallel.
+# Larger reads are split into pieces that are fetched in parallel.
 MAX_PIECE = 32 << 20
-# Longer than any sum of the store's own timeouts and retries; reached only if something hangs.
+# Longer than the sum of the store's timeouts and retries; reached only if something hangs.
 PATIENCE_S = 1800.0
 _KEPT_FILES = 256
-# The tar header, with the member's name, lies just before the bytes of every part.
+# The tar header with the member's name directly precedes the bytes of every part.
 HEADER = 512
 
 
 def open_extents(
     store: Store, whole: bool, memory_bytes: int, threads: int
 ) -> "FileExtents | StoreExtents":
-    """Choose by the kind of store.
+    """Return the reader for this kind of store.
 
     Args:
-        store: where the shards lie.
-        whole: read whole shards and keep them while there is room, not only the ranges needed.
-        memory_bytes: limit of the whole shards kept.
-        threads: concurrent requests.
+        store: store with the shards.
+        whole: True to read whole shards and keep them while there is memory; False to read only
+            the needed ranges.
+        memory_bytes: memory limit for whole shards.
+        threads: number of concurrent requests.
     """
     if isinstance(store, FolderStore):
         return FileExtents(store)
@@ -48,11 +49,11 @@ def open_extents(
 
 
 class FileExtents:
-    """Reads every part from its file when asked: no memory, no threads, the kernel's cache.
+    """Reader of parts from files on demand, without buffers or threads; the kernel caches pages.
 
-    By `pread` and not through a memory map: a shard truncated under a map is a SIGBUS. Whole
-    shards, read from a folder too, took up to twice as long, and 20 ms and more to the first batch,
-    not 2.
+    It uses `pread`, because a shard that is truncated under a memory map causes a SIGBUS. Reading
+    whole shards from a folder took up to twice as long, and the first batch took at least 20 ms
+    instead of 2 ms.
     """
 
     def __init__(self, store: FolderStore) -> None:
@@ -61,15 +62,15 @@ class FileExtents:
         self._lock = threading.Lock()
 
     def prepare(self, stretch: Stretch) -> "FileParts":
-        """Take note of the parts of a stretch."""
+        """Return the parts of a stretch; nothing is read yet."""
         return FileParts(self, stretch)
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Release the files."""
         self._files.clear()
 
     def open(self, info: ShardInfo) -> "_File":
-        """The shard's file; kept open for the next stretch."""
+        """Return the shard's file, which stays open for the next stretch."""
         with self._lock:
             file = self._files.get(info.key)
             if file is None:
@@ -85,7 +86,7 @@ class FileExtents:
 
 
 class _File:
-    """A file descriptor, closed with the last stretch that uses it."""
+    """File descriptor that is closed when no stretch uses it any longer."""
 
     __slots__ = ("handle",)
 
@@ -99,7 +100,7 @@ class _File:
 
 
 class FileParts:
-    """The parts of one stretch, in files."""
+    """Parts of one stretch in files."""
 
     def __init__(self, extents: FileExtents, stretch: Stretch) -> None:
         self._extents = extents
@@ -111,7 +112,7 @@ class FileParts:
         self._handles = [-1] * len(stretch.shards)
 
     def read(self, first: int, end: int) -> list[bytes]:
-        """The bytes of parts first ... end - 1."""
+        """Return the bytes of parts first ... end - 1."""
         slots, lengths = self._slot[first:end], self._length[first:end]
         for slot in set(slots):
             if self._files[slot] is None:
@@ -124,13 +125,13 @@ class FileParts:
         return bodies
 
     def headers(self, first: int, end: int) -> list[bytes]:
-        """The tar headers, 512 bytes each, of parts that have been read."""
+        """Return the tar headers, 512 bytes each, of parts that have been read."""
         handles = [self._handles[slot] for slot in self._slot[first:end]]
         offsets = [offset - HEADER for offset in self._offset[first:end]]
         return list(map(os.pread, handles, [HEADER] * len(handles), offsets))
 
     def _whole(self, part: int, body: bytes) -> bytes:
-        """Continue a short read, which a file system may return; 0 bytes is the end of file."""
+        """Complete a short read, which file systems may return; 0 bytes mean the end of file."""
         offset, length = self._offset[part], self._length[part]
         slot = self._slot[part]
         while len(body) < length:
@@ -146,19 +147,19 @@ class FileParts:
 
 
 class StoreExtents:
-    """Fetches with a few large requests in the background."""
+    """Reader that fetches parts in the background with a few large requests."""
 
     def __init__(self, store: Store, whole: bool, memory_bytes: int, threads: int) -> None:
         self._store, self._keeps_whole = store, whole
         self._room = memory_bytes
         self._kept: OrderedDict[str, tuple[Future[bytes], int]] = OrderedDict()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shard")
-        # All requests are made here, so there are never more than `threads`. Who waits for pieces
-        # has a thread of the other pool: here, all could wait and none be left to fetch.
+        # This pool sends all requests, so there are at most `threads` at once. Waiting for pieces
+        # happens in the other pool; in one pool, all threads could wait and none would fetch.
         self._pieces = ThreadPoolExecutor(threads, thread_name_prefix="piece")
 
     def prepare(self, stretch: Stretch) -> "BufferParts":
-        """Begin to fetch the parts of a stretch."""
+        """Start fetching the parts of a stretch and return them."""
         if self._keeps_whole:
             futures = [self._whole(info) for info in stretch.shards]
             return BufferParts(futures, stretch.slot, stretch.offset, stretch.length)
@@ -172,14 +173,14 @@ class StoreExtents:
         return BufferParts(futures, owner, stretch.offset - offset[owner], stretch.length)
 
     def close(self) -> None:
-        """End all threads and free what is kept."""
+        """End all threads and free the shards in memory."""
         self._kept.clear()
         self._pool.shutdown(cancel_futures=True)
         self._pieces.shutdown(cancel_futures=True)
 
     def _whole(self, info: ShardInfo) -> "Future[bytes]":
         kept = self._kept.pop(info.key, None)
-        if kept is None or (kept[0].done() and kept[0].exception()):  # a failure is not kept
+        if kept is None or (kept[0].done() and kept[0].exception()):  # retry after a failure
             kept = (self._pool.submit(self._fetch, info.key, 0, info.size), info.size)
         self._kept[info.key] = kept
         while len(self._kept) > 1 and sum(size for _, size in self._kept.values()) > self._room:
@@ -195,13 +196,13 @@ class StoreExtents:
         ]
         try:
             return b"".join([piece.result(PATIENCE_S) for piece in pieces])
-        finally:  # after an error the others are of no use
+        finally:  # after an error, the other pieces are not needed
             for piece in pieces:
                 piece.cancel()
 
 
 class BufferParts:
-    """The parts of one stretch, in what is being fetched."""
+    """Parts of one stretch in buffers that are being fetched."""
 
     def __init__(
         self,
@@ -216,7 +217,7 @@ class BufferParts:
         self._end = (start + length).tolist()
 
     def read(self, first: int, end: int) -> list[bytes]:
-        """The bytes of parts first ... end - 1; waits for them."""
+        """Return the bytes of parts first ... end - 1; waits for them."""
         buffers, bodies = self._buffer[first:end], self._bodies
         for number in set(buffers):
             if bodies[number] is None:
@@ -225,7 +226,7 @@ class BufferParts:
         return [bodies[number][begin:stop] for number, begin, stop in bounds]
 
     def headers(self, first: int, end: int) -> list[bytes]:
-        """The tar headers, 512 bytes each, of parts that have been read."""
+        """Return the tar headers, 512 bytes each, of parts that have been read."""
         bounds = zip(self._buffer[first:end], self._start[first:end])
         return [self._bodies[number][start - HEADER : start] for number, start in bounds]
 
@@ -236,12 +237,12 @@ def ranges(
     """Merge spans [p] of shards that overlap or lie at most `max_gap` apart.
 
     Returns:
-        shard, offset, length int64 [r] of the ranges in the order of first use, and for each span
-        the range that holds it, int64 [p].
+        Shard, offset and length of the ranges in order of first use, int64 [r] each; and for each
+        span, the range that contains it, int64 [p].
     """
     order = np.lexsort((offset, shard))
     shard_, begin = shard[order], offset[order]
-    # Shards laid end to end, so far apart that no span of one reaches into the next.
+    # Place shards in one address space, so far apart that no span reaches into the next shard.
     base = shard_ * (1 << 44)
     reach = np.maximum.accumulate(base + begin + length[order])
     fresh = np.ones(order.size, np.bool_)
@@ -252,6 +253,6 @@ def ranges(
     owner = np.empty(order.size, np.int64)
     owner[order] = number
     length_ = reach[tails] - base[heads] - begin[heads]
-    # By first use, so that what is needed first is asked for first.
+    # Order by first use, so that requests are sent in the order of need.
     owner, used = by_first_use(owner)
     return shard_[heads][used], begin[heads][used], length_[used], owner

@@ -1,4 +1,4 @@
-"""The source of a webdataset pipeline: blended samples in an exact order, with exact resume.
+"""Source stage of a webdataset pipeline: blended samples in an exact order, with exact resume.
 
     stream = SampleStream("s3://bucket/corpus", ["pairs", "web"], StreamConfig(batch_size=256))
     pipeline = wds.DataPipeline(stream, wds.decode("pil"), wds.to_tuple("0.jpg;0.png", "json"))
@@ -6,16 +6,16 @@
         ...
         state = stream.state_dict()
 
-Iterating yields what webdataset's own tar reader makes of the shards. The order is that of
-`plan.blend` and `plan.order`: a function of the seed and the position and of nothing else. A step
-is the next `batch_size` positions; each rank holds a contiguous piece of it, and worker w of W of a
-torch DataLoader takes every W-th step from step w on, which is the order in which the DataLoader
-takes their batches. So the samples of all ranks, in rank order, are the same for any number of
-ranks and workers. The state is a few numbers, the same on all ranks; resuming costs the same at any
-position.
+Iteration yields samples in the form of webdataset's tar reader. The order comes from `plan.blend`
+and `plan.order` and depends only on the seed, the blend, the shard window and the position. A step
+is the next `batch_size` positions, and each rank holds a contiguous piece of it. Worker w of W of a
+torch DataLoader reads every W-th step from step w on, which matches the order in which the
+DataLoader collects batches. So the samples of all ranks, in rank order, are the same for any number
+of ranks and workers. The state is a few numbers, the same on all ranks, and a resume costs the same
+at any position.
 
-Samples are located thousands at a time (`stream.stretch`), and their bytes fetched by whole shards
-or large ranges one stretch ahead (`stream.extents`).
+Samples are located in thousands at a time (`stream.stretch`). Their bytes are fetched one stretch
+ahead, as whole shards or large ranges (`stream.extents`).
 """
 
 import hashlib
@@ -50,12 +50,12 @@ from data_pipeline.stream.stretch import keys_of, locate, piece, positions_of
 __all__ = ["Batch", "SampleStream", "StreamConfig"]
 
 SCHEMA = 1
-# Samples located at a time. The first stretch is one step, so that it comes soon; each later one is
-# GROWTH times larger, up to this.
+# Maximum number of samples in a stretch. The first stretch is one step, so that it is ready soon;
+# each later stretch is GROWTH times larger.
 MOST_SAMPLES = 16384
 GROWTH = 4
 OUTDATED = "the stream was moved or iterated anew; this iterator has ended"
-# Raw samples read by one task of a worker thread: a task costs as much as several of them.
+# Raw samples per task of a worker thread, because a task costs as much as several samples.
 TASK_SAMPLES = 512
 
 State = dict[str, Any]
@@ -64,26 +64,27 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """What is streamed, and how.
+    """Settings of a sample stream.
 
     Attributes:
-        batch_size: samples of a step, over all ranks; may change at a resume. With DataLoader
-            workers, its batches are the rank's piece: `batch_size / world_size` samples.
-        shares: source -> share of the draws, relative; None takes the sizes of the sources, so
-            that all finish an epoch at the same time.
-        seed: of the order.
-        shard_window: shards whose samples are mixed. More mix better and need more memory.
-        num_samples: where the stream ends, counted from its beginning; None never ends.
-        check: compare every document and media file with its CRC-32. Costs about as much as
-            copying it; without, damage at rest goes unnoticed.
-        workers: threads that read, and call `transform`, ahead of the consumer; 0 does it when
-            asked. Worth it for a heavy `transform`, not for raw samples.
-        threads: concurrent requests to the store, in each process.
-        memory_bytes: about how much of shards each process may hold. A window of shards that does
-            not fit is read by ranges instead: more requests, and smaller.
+        batch_size: samples in a step, over all ranks; may change at a resume. With a DataLoader,
+            its batches are the rank's piece: `batch_size / world_size` samples.
+        shares: source -> relative share of the draws; None uses the sizes of the sources, so that
+            all finish an epoch at the same time.
+        seed: seed of the order.
+        shard_window: shards whose samples are shuffled together. A larger window shuffles better
+            but needs more memory.
+        num_samples: number of samples after which the stream ends; None never ends.
+        check: compare every document and media file with its CRC-32. This costs about as much as
+            copying it; without it, damage at rest stays undetected.
+        workers: threads that read and call `transform` ahead of the consumer; 0 does both on
+            demand. Threads pay off for a heavy `transform`, not for raw samples.
+        threads: concurrent requests to the store in each process.
+        memory_bytes: approximate memory for shards in each process. If a window of shards does not
+            fit, ranges are read instead, with more and smaller requests.
 
     Raises:
-        ValueError: naming the field, its value and what is allowed.
+        ValueError: a value is not allowed; the message names field, value and allowed values.
     """
 
     batch_size: int
@@ -114,22 +115,23 @@ class StreamConfig:
 
 
 class SampleStream:
-    """Samples in an exact order; `close` it, or use it in a `with`.
+    """Stream of samples in an exact order; `close` it, or use it in a `with` statement.
 
-    Each process opens its own files and connections at the first use, so a stream may be forked, or
+    Each process opens its own files and connections on first use, so a stream may be forked, or
     pickled if it was made with the root's URI.
 
     Args:
-        store: where the sources lie: the root as `open_store` takes it, or an open store. One that
-            is no folder is only for the process that opened it.
-        sources: names of the sources, or their indices, in any order.
-        config: what is streamed.
-        rank, world_size: which piece of every step this process takes.
-        transform: applied by `batches` to every `Batch`, in a worker thread if there are any. It
-            must depend on nothing but the batch.
+        store: root of the sources as accepted by `open_store`, or an open store. An open store
+            other than a folder works only in the process that opened it.
+        sources: names or indices of the sources, in any order.
+        config: settings of the stream.
+        rank, world_size: select this process's piece of every step.
+        transform: applied by `batches` to every `Batch`, in a worker thread if there are any. Its
+            result must depend only on the batch.
 
     Raises:
-        ValueError: sources without samples, of one name, or not those that the shares name.
+        ValueError: a source has no samples, two sources have the same name, or the shares name
+            other sources.
     """
 
     def __init__(
@@ -165,7 +167,7 @@ class SampleStream:
         self._mean_bytes = mean
         self._most = max(1, min(MOST_SAMPLES, int(config.memory_bytes / 8 / mean)))
         register(opened, shard_versions(self.indices))
-        # How another process opens the store, None where it cannot.
+        # Root for opening the store in another process; None if that is impossible.
         self._root = opened.uri if isinstance(opened, FolderStore) else None
         self._opens = isinstance(store, str)
         self._root = store if isinstance(store, str) else self._root
@@ -174,33 +176,33 @@ class SampleStream:
         self._extents: FileExtents | StoreExtents | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._run: Generator[tuple[int, Any], None, None] | None = None
-        self._unfinished = False  # an iteration, in this process
-        self._moves = 0  # how often a state or other shares came
+        self._unfinished = False  # True while an iteration of this process has not reached the end
+        self._moves = 0  # number of loaded states and changes of shares
 
     def __getstate__(self) -> dict[str, Any]:
         opened = {"_pid": -1, "_store": None, "_extents": None, "_pool": None, "_run": None}
         return self.__dict__ | opened
 
     def __call__(self) -> Iterator[dict[str, Any]]:
-        """Iterate: what `wds.DataPipeline` does with its first stage."""
+        """Return an iterator; `wds.DataPipeline` calls its first stage this way."""
         return iter(self)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Iterate over samples from the stream's position on, as webdataset's tar reader has them.
+        """Iterate over samples from the stream's position on, in the form of webdataset's reader.
 
         Yields:
             `__key__`, `__url__` of the shard, and the bytes of each member by its extension:
             "json", then "0.jpg", "1.png", ...
 
-        The position moves with the last sample of a step. An iterator ends with RuntimeError when
-        another one is begun, or a state is loaded.
+        The position advances with the last sample of a step. An iterator ends with RuntimeError
+        when another one starts or a state is loaded.
 
         Raises:
-            StoreError: naming the shard; the store's own retries are used up.
-            IndexMismatch: bytes that stay damaged when read again; names source, sample and shard.
-            ValueError: fewer samples in a step than ranks, or a worker that cannot iterate.
+            StoreError: a read failed after the store's retries; the message names the shard.
+            IndexMismatch: bytes stay damaged after a second read; names source, sample and shard.
+            ValueError: a step has fewer samples than ranks, or this worker cannot iterate.
 
-        After an error the position has not moved: iterating again tries the same step again.
+        After an error the position is unchanged, so a new iteration tries the same step again.
         """
         if self.config.batch_size < self._world_size:
             raise ValueError(
@@ -213,10 +215,10 @@ class SampleStream:
             yield from samples[-1:]
 
     def batches(self) -> Iterator[Any]:
-        """Iterate over steps as `Batch` columns, or what `transform` makes of them.
+        """Iterate over steps as `Batch` columns, or over the results of `transform`.
 
-        This is the fastest way. Position and errors are as of iterating over samples, and whatever
-        `transform` raises.
+        This is the fastest way to read. Position and errors are as in iteration over samples, plus
+        the errors of `transform`.
         """
         transform = self._transform
 
@@ -229,15 +231,15 @@ class SampleStream:
             yield batch
 
     def follow(self, loader: Iterable[T]) -> Iterator[T]:
-        """Hand on the batches of a DataLoader over this stream, each counted as a step.
+        """Yield the batches of a DataLoader over this stream and count each as a step.
 
-        Its workers read ahead in processes of their own; this stream's state is then the one after
-        the last batch handed out. The stages of the pipeline must hand on one sample for each that
-        they are given, in order (decoding, mapping, batching; neither shuffling nor selecting), and
+        The loader's workers read ahead in other processes; this stream's state is the state after
+        the last yielded batch. The stages of the pipeline must return one sample per input sample,
+        in order (decoding, mapping and batching are allowed, shuffling and filtering are not), and
         a batch must be the rank's piece of a step.
 
         Raises:
-            ValueError: the loader's `batch_size` is not the rank's piece.
+            ValueError: the loader's `batch_size` differs from the size of the rank's piece.
         """
         config, first, moves = self.config, self._position, self._moves
         begin, end = piece(config.batch_size, self._rank, self._world_size)
@@ -253,7 +255,7 @@ class SampleStream:
             yield batch
             if self._moves != moves:
                 raise RuntimeError(OUTDATED)
-        # Of a last step with fewer samples than ranks, some ranks get no batch: it is over for all.
+        # If the last step has fewer samples than ranks, ranks without a batch must still pass it.
         left = (config.num_samples or 0) - self._position
         if (
             0 < left < config.batch_size
@@ -262,17 +264,17 @@ class SampleStream:
             self._position += left
 
     def state_dict(self) -> State:
-        """Return the state after the last step handed out: JSON, below 1 KB, equal on all ranks."""
+        """Return the state after the last returned step: JSON below 1 KB, equal on all ranks."""
         parts = [{"start": s.start, "weights": list(s.weights)} for s in self._segments]
         return self._identity() | {"position": self._position, "segments": parts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of any number of ranks and workers, and any batch size.
+        """Continue from a state, possibly of a run with other ranks, workers and batch size.
 
-        The blend is the state's; `reweigh` changes it from here on.
+        The blend comes from the state; `reweigh` changes it from here on.
 
         Raises:
-            ValueError: naming the field that does not belong to this stream.
+            ValueError: a field does not belong to this stream; the message names it.
         """
         for field, expected in self._identity().items():
             if state.get(field) != expected:
@@ -291,9 +293,10 @@ class SampleStream:
         self._moves += 1
 
     def reweigh(self, shares: Mapping[str, float]) -> None:
-        """Draw in other shares from the next step on; what was handed out stays as it was.
+        """Change the shares from the next step on; earlier steps stay the same.
 
-        Iterate anew afterwards; DataLoader workers learn of it with the next `iter(loader)`.
+        Start a new iteration afterwards; DataLoader workers use the shares from the next
+        `iter(loader)` on.
         """
         weights = self._weights(shares)
         kept: tuple[Segment, ...] = ()
@@ -305,9 +308,9 @@ class SampleStream:
         self._moves += 1
 
     def close(self) -> None:
-        """End all threads, and close the store if the stream opened it. Waits for requests."""
+        """End all threads, and close the store if the stream opened it. It waits for requests."""
         self._forget()
-        if self._pid != os.getpid():  # a forked copy: the parent's locks may be held for ever
+        if self._pid != os.getpid():  # in a forked copy, the parent's locks may never be released
             self._pool = self._extents = None
             return
         if self._pool:
@@ -317,7 +320,7 @@ class SampleStream:
         self._pool = self._extents = None
         if self._opens and self._store is not None:
             self._store.close()
-            self._store, self._pid = None, -1  # iterating again opens it again
+            self._store, self._pid = None, -1  # the next iteration opens it again
 
     def __enter__(self) -> "SampleStream":
         return self
@@ -348,7 +351,7 @@ class SampleStream:
         return weights
 
     def _forget(self) -> None:
-        """Drop what was located and fetched ahead."""
+        """Drop stretches that were located and fetched ahead."""
         run, self._run = self._run, None
         if run is not None and self._pid == os.getpid():
             run.close()
@@ -356,15 +359,15 @@ class SampleStream:
     def _steps(
         self, make: Callable[[Assembly, int], T], group: bool = True
     ) -> Generator[tuple[int, T], None, None]:
-        """(position after it, what `make` makes of it) of every step that follows.
+        """Yield (position after the step, result of `make`) for every following step.
 
         Args:
             make: called with the assembly of a stretch and a step of it.
-            group: whether a worker thread does many steps in one task.
+            group: True if a worker thread processes many steps per task.
         """
         worker, num_workers = data_loader_worker()
-        if self._unfinished and num_workers and self._pid == os.getpid():  # not one of a parent's
-            # Where to go on only the main process knows, which has received all workers' batches.
+        if self._unfinished and num_workers and self._pid == os.getpid():  # not from the parent
+            # Only the main process, which receives all batches, knows the position.
             raise ValueError(
                 "a DataLoader worker cannot begin again in the middle of the stream; give "
                 "persistent_workers=False"
@@ -383,7 +386,7 @@ class SampleStream:
         self._position = max(self._position, self.config.num_samples or 0)
 
     def _open(self, num_workers: int) -> None:
-        """Open what this process reads with; connections and threads do not survive a fork."""
+        """Open store, reader and threads for this process; they do not survive a fork."""
         config = self.config
         if self._pid != os.getpid():
             if self._root is None:
@@ -405,7 +408,7 @@ class SampleStream:
     def _made(
         self, tasks: Iterator[tuple[Assembly, range]], make: Callable[[Assembly, int], T]
     ) -> Generator[tuple[int, T], None, None]:
-        """Make every step when it is asked for."""
+        """Yield every step, made on demand."""
         for assembly, steps in tasks:
             for step in steps:
                 yield assembly.end(step), make(assembly, step)
@@ -413,10 +416,10 @@ class SampleStream:
     def _made_ahead(
         self, tasks: Iterator[tuple[Assembly, range]], make: Callable[[Assembly, int], T]
     ) -> Generator[tuple[int, T], None, None]:
-        """The same, made ahead by the worker threads."""
+        """Yield every step, made ahead by the worker threads."""
         assert self._pool is not None
         futures: deque[Future[list[tuple[int, T]]]] = deque()
-        room = 0  # at first, so that the first batch does not wait until others are located
+        room = 0  # the first batch must not wait until other steps are located
         try:
             for assembly, steps in tasks:
                 futures.append(self._pool.submit(_make_all, assembly, steps, make))
@@ -426,14 +429,14 @@ class SampleStream:
             while futures:
                 yield from futures.popleft().result(PATIENCE_S)
         finally:
-            if self._pid == os.getpid():  # in a forked copy their locks may be held for ever
+            if self._pid == os.getpid():  # in a forked copy, their locks may never be released
                 for future in futures:
                     future.cancel()
 
     def _tasks(
         self, worker: int, num_workers: int, group: bool
     ) -> Iterator[tuple[Assembly, range]]:
-        """All steps of this worker, in groups worth a task; stretches begin one ahead."""
+        """Yield all steps of this worker, grouped into tasks; start each stretch one ahead."""
         stride = num_workers * self.config.batch_size
         size = max(1, TASK_SAMPLES * self._world_size // self.config.batch_size) if group else 1
         ahead = self._prepare(self._position + worker * self.config.batch_size, 1, stride)
@@ -441,19 +444,19 @@ class SampleStream:
             assembly, ahead = ahead, None
             for begin in range(0, assembly.num_steps, size):
                 yield assembly, range(begin, min(begin + size, assembly.num_steps))
-                if begin == 0:  # not before: the first batch waits for nothing but its own bytes
+                if begin == 0:  # not earlier, so that the first batch waits only for its own bytes
                     after = assembly.first + assembly.num_steps * stride
                     ahead = self._prepare(after, GROWTH * assembly.num_steps, stride)
 
     def _prepare(self, first: int, num_steps: int, stride: int) -> Assembly | None:
-        """Locate a stretch and start to fetch it; None at the end of the stream."""
+        """Locate a stretch and start fetching it; return None at the end of the stream."""
         config, batch_size = self.config, self.config.batch_size
         num_steps = min(num_steps, max(1, self._most * self._world_size // batch_size))
         if config.num_samples is not None:
             left = config.num_samples - first
             if left <= 0:
                 return None
-            batch_size = min(batch_size, left)  # the last step may be a short one
+            batch_size = min(batch_size, left)  # the last step may be shorter
             num_steps = min(num_steps, 1 + (left - batch_size) // stride)
         positions = positions_of(first, num_steps, stride, batch_size, self._rank, self._world_size)
         stretch = locate(positions.ravel(), self.indices, self._orders, self._segments)
@@ -474,8 +477,8 @@ class SampleStream:
 
 
 def data_loader_worker() -> tuple[int, int]:
-    """Return this torch DataLoader worker's number and their count; (0, 0) in any other process."""
-    # Looked up and not imported: planning and reading need no torch, and a worker has imported it.
+    """Return this DataLoader worker's number and the worker count; (0, 0) in other processes."""
+    # Not imported, because planning and reading do not need torch; a worker has imported it.
     module = sys.modules.get("torch.utils.data")
     info = module.get_worker_info() if module else None
     return (info.id, info.num_workers) if info else (0, 0)
@@ -492,13 +495,13 @@ def _key_column(index: SourceIndex) -> pa.Array:
 
 
 def _manifest(indices: Sequence[SourceIndex]) -> str:
-    """What the order depends on besides seed and window: SHA-256 (hex) over names and contents."""
+    """Return a SHA-256 (hex) over the sources' names and contents, which the order depends on."""
     contents = "\n".join(f"{index.name} {index.identity}" for index in indices)
     return hashlib.sha256(contents.encode()).hexdigest()
 
 
 def _sizes(indices: Sequence[SourceIndex], shard_window: int) -> tuple[float, int]:
-    """Mean bytes of a sample, and bytes of the shards in one window of every source."""
+    """Return mean bytes of a sample, and bytes of the shards in one window of every source."""
     shards = [shard for index in indices for shard in index.shards]
     mean = sum(shard.size for shard in shards) / sum(shard.samples for shard in shards)
     window = sum(

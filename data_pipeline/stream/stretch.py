@@ -1,9 +1,9 @@
-"""Locates the next few thousand samples of a stream at once, without reading a byte.
+"""Locates the next few thousand samples of a stream at once, without reading data.
 
     position -> (source, draw) -> sample -> its parts in a shard         blend, order, index
 
-A part is one file of a sample: its document, then its media files. Vectorised, this costs a few
-hundred nanoseconds per sample; one by one it would be twenty microseconds.
+A part is one file of a sample: its document or one of its media files. The vectorised lookup takes
+a few hundred nanoseconds per sample; a lookup per sample would take twenty microseconds.
 """
 
 from collections.abc import Sequence
@@ -23,17 +23,17 @@ from data_pipeline.plan.source import DataUsedUp, substitutes
 
 @dataclass(frozen=True, eq=False)
 class Stretch:
-    """n samples in the order of the stream, and their p parts.
+    """n samples in stream order, with their p parts.
 
     Attributes:
         source: int16 [n] number of the source.
         sample: int64 [n] sample in the source's index.
-        epoch: int64 [n] how often the source had been gone through before.
-        part_ptr: int64 [n + 1] first part of each sample.
-        slot: int64 [p] which of `shards` holds it.
-        offset, length: int64 [p] its bytes in the shard.
+        epoch: int64 [n] number of completed epochs of the source.
+        part_ptr: int64 [n + 1] first part of each sample, and the end.
+        slot: int64 [p] index in `shards` of the part's shard.
+        offset, length: int64 [p] byte range of the part in the shard.
         crc: uint32 [p] CRC-32 of those bytes.
-        shards: the shards by first use.
+        shards: shards in order of first use.
     """
 
     source: NDArray[np.int16]
@@ -50,9 +50,9 @@ class Stretch:
 def positions_of(
     first: int, steps: int, stride: int, batch_size: int, rank: int, world_size: int
 ) -> NDArray[np.int64]:
-    """The positions one rank holds of steps at `first`, `first + stride`, ...: int64 [steps, b].
+    """Return one rank's positions in the steps at `first`, `first + stride`, ..., int64 [steps, b].
 
-    See `piece` for the part of a step that a rank holds.
+    See `piece` for a rank's part of a step.
     """
     begin, end = piece(batch_size, rank, world_size)
     return first + np.arange(steps)[:, None] * stride + np.arange(begin, end)
@@ -61,8 +61,8 @@ def positions_of(
 def piece(batch_size: int, rank: int, world_size: int) -> tuple[int, int]:
     """Return (begin, end) of a rank's samples in a step of `batch_size`.
 
-    The pieces are contiguous and equal but for one, so that those of all ranks, in rank order, are
-    the same step for any number of ranks.
+    The pieces are contiguous, and their sizes differ by at most one. In rank order, they form the
+    same step for any number of ranks.
     """
     return rank * batch_size // world_size, (rank + 1) * batch_size // world_size
 
@@ -73,12 +73,12 @@ def locate(
     orders: Sequence[ShardOrder],
     segments: Sequence[Segment],
 ) -> Stretch:
-    """Find samples and parts of positions [n]; the same for whoever asks, in whatever pieces.
+    """Return samples and parts of positions [n]; the result does not depend on the grouping.
 
     Args:
         positions: int64 [n] >= 0.
-        indices, orders: one of each per source.
-        segments: the blend of the sources.
+        indices, orders: one index and one order per source.
+        segments: blend of the sources.
     """
     source, draw = _draws(positions, segments)
     sample, epoch = np.empty(source.size, np.int64), np.empty(source.size, np.int64)
@@ -95,7 +95,7 @@ def locate(
         sample[chosen] = picked
         shard[chosen] = first_shard[number] + index.shard[picked]
         items, own = gather_rows(index.item_ptr, picked)
-        # The chunks of a video name one file; its first chunk stands for it.
+        # All chunks of a video share one file, so only the first chunk counts.
         is_file = index.item_chunk[items] == 0
         files[chosen] = row_sums(is_file, own)
         found.append((chosen, items[is_file]))
@@ -107,7 +107,7 @@ def locate(
         offset[at], length[at] = index.json_offset[picked], index.json_length[picked]
         crc[at] = index.json_crc[picked]
         parts, own = gather_rows(part_ptr, chosen)
-        at = np.delete(parts, own[:-1])  # without the documents: the media
+        at = np.delete(parts, own[:-1])  # remove the documents, which leaves the media
         crc[at] = index.item_crc[items]
         offset[at], length[at] = index.item_offset[items], index.item_length[items]
     slot, used = by_first_use(shard)
@@ -126,7 +126,7 @@ def locate(
 
 
 def keys_of(stretch: Stretch, columns: Sequence[pa.Array]) -> list[str]:
-    """The keys of all samples of a stretch [n], from the sources' columns of keys."""
+    """Return the keys of all samples of a stretch [n] from the sources' key columns."""
     keys = np.empty(stretch.sample.size, object)
     for number, column in enumerate(columns):
         chosen = np.flatnonzero(stretch.source == number)
@@ -139,14 +139,14 @@ def _draws(
     positions: NDArray[np.int64], segments: Sequence[Segment]
 ) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
     if all(len(segment.weights) == 1 for segment in segments):
-        # One source takes every draw: its table of a quarter of a million draws need not be made.
+        # With one source, every draw is its own, so the blend's large table is not needed.
         return np.zeros(positions.size, np.int16), positions
     return blend(positions, segments)
 
 
 @lru_cache(maxsize=64)
 def _filling(index: SourceIndex) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the redacted samples of a source, and those that stand in their places."""
+    """Return the redacted samples of a source, and their substitutes."""
     bad = np.unique(np.array(index.redacted, np.int64))
     if bad.size == index.num_samples:
         raise DataUsedUp(f"source {index.name!r}: all its samples were redacted; leave it out")
@@ -154,7 +154,7 @@ def _filling(index: SourceIndex) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def by_first_use(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Number values [n] by first appearance: (number of each [n], the values by number)."""
+    """Number values by first appearance; return the number of each [n], and the unique values."""
     used, first, which = np.unique(values, return_index=True, return_inverse=True)
     order = np.argsort(first)
     rank = np.empty_like(order)
