@@ -54,11 +54,11 @@ def build_backbone(
         raise ConfigError(f"train.fp8_storage=true {problem}")
     attention = kind_of(config)
     engine = engine_config(config, attention)  # sizes, layout, kernels, in Megatron-Core's terms
-    chunks = build_chunks(config, engine, attention)  # this stage's, one per virtual stage
+    chunks = build_chunks(config, engine, attention)  # one chunk per virtual stage of this rank
     for chunk in chunks:
         chunk.to(mesh.device)
     if "language_model" in config.train.frozen:
-        freeze(chunks)  # before gradient buffers: frozen parameters get none
+        freeze(chunks)  # before gradient buffers, as frozen parameters have none
     backbone = Backbone(config, mesh, engine, chunks)
     (fill or Backbone.initialise)(backbone)  # seeded by name: equal weights in all layouts
     backbone.add_gradient_buffers()

@@ -173,7 +173,7 @@ def _patch_megatron() -> None:
     finally:
         torch.compile = compile_
     jit.disable_jit_fuser()
-    from megatron.core.transformer.moe import paged_stash  # noqa: F401  # while triton "is there"
+    from megatron.core.transformer.moe import paged_stash  # noqa: F401  # while the stub exists
 
     generator = torch.default_generator
     from megatron.core.tensor_parallel import random

@@ -67,7 +67,7 @@ def engine_config(config: Config, attention: Kind) -> MLATransformerConfig:
         calculate_per_token_loss=True,
         # Records the maxima of attention; Megatron-Core's own clip is not used.
         log_max_attention_logit=attention == "transformer_engine",
-        # Fused kernels exist for CUDA only.
+        # Fused kernels exist only for CUDA.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
@@ -95,7 +95,7 @@ def check_overlap(engine: MLATransformerConfig) -> None:
     assert engine.recompute_granularity is None
     assert not engine.moe_shared_expert_overlap
     assert not engine.mtp_num_layers
-    assert not engine.delay_wgrad_compute  # our experts do not split it, see `GroupedExperts`
+    assert not engine.delay_wgrad_compute  # not supported by `GroupedExperts`
 
 
 def _architecture(language: LanguageConfig) -> dict:
@@ -247,7 +247,7 @@ def _build_chunk(
         share_embeddings_and_output_weights=False,
         vp_stage=vp_stage,
     )
-    # Norms and routers are built in fp32 whatever the configured dtype is.
+    # Megatron-Core builds norms and routers in fp32 for every configured dtype.
     for param in chunk.parameters():
         param.data = param.data.to(engine.params_dtype)
     return chunk

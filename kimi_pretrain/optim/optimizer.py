@@ -183,7 +183,7 @@ class MuonClip(torch.optim.Optimizer):
         self._show_state()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MuonClip":
-        """Return an optimizer of copies of the parameters; with a process group a collective call.
+        """Return an optimizer for copied parameters; collective with a process group.
 
         If the same call copies the model, the new optimizer refers to the copied parameters. Hooks
         are not copied.
@@ -235,7 +235,7 @@ class MuonClip(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update all parameters; with a process group a collective call.
+        """Update all parameters; with a process group, this is a collective call.
 
         Raises:
             RuntimeError: a parameter's memory was replaced since construction.

@@ -49,8 +49,8 @@ def factors(max_logits: Tensor, threshold: float) -> Tensor:
         1, because it defines no factor and the step's loss is not finite anyway.
     """
     over = (max_logits > threshold) & torch.isfinite(max_logits)
-    # All other heads divide the threshold by itself. Dividing by a zero or negative maximum led to
-    # NaN in Megatron-LM (Megatron-LM#7517).
+    # All other heads compute threshold / threshold = 1. Dividing by a zero or negative maximum led
+    # to NaN in Megatron-LM (Megatron-LM#7517).
     return threshold / torch.where(over, max_logits, threshold)
 
 
