@@ -1,9 +1,9 @@
-"""Collective reads: replicated tensors are read from storage once, and broadcast.
+"""Reads replicated tensors from storage once and broadcasts them.
 
-Each rank of a job holds a copy of the vision encoder, each rank of a stage one of attention and
-shared experts: thousands of ranks that open the same hundreds of files keep a file system, or an
-object store, busy for minutes. So each such tensor is read by one of its holders, in turns, and
-broadcast to the others over the network of the gradients.
+Every rank of a job holds a copy of the vision encoder, and every rank of a stage a copy of
+attention and shared experts. If thousands of ranks opened the same hundreds of files, a file system
+or an object store would be busy for minutes. Instead, one of its holders reads each such tensor and
+broadcasts it over the network of the gradients.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -24,13 +24,13 @@ T = TypeVar("T")
 def tensors_to_read(
     names: Iterable[str], copies: Mapping[str, str], mesh: "Mesh | None"
 ) -> list[str]:
-    """Return the tensors that this rank reads, sorted: its own, and its share of the copies.
+    """Return the tensors that this rank reads, sorted.
 
     Args:
-        names: of what this rank holds.
+        names: names of the tensors that this rank holds.
         copies: name -> group of ranks ("dense", "expert", "encoder") that hold identical copies;
-            the same on all ranks of the group. Other tensors are read by each holder.
-        mesh: None: this process alone, which reads everything.
+            the same on all ranks of the group. Each holder reads all other tensors.
+        mesh: mesh of the job; None for a single process, which reads everything.
     """
     held = sorted(names)
     if mesh is None:
@@ -49,15 +49,16 @@ def read_and_broadcast(
     read: Callable[[str], object],
     order: Callable[[str], Any],
 ) -> None:
-    """Fill tensors in place. Collective.
+    """Fill tensors in place; a collective call.
 
     Args:
+        tensors: the tensors that this rank holds, by name.
         copies, mesh: see `tensors_to_read`.
         read: fills the tensor of a name; called from several threads.
-        order: of names, in which they are read: neighbours in a file one after the other.
+        order: sort key of names, so that neighbours in a file are read one after the other.
 
     Raises:
-        CheckpointError, StoreError: a tensor could not be read, on any rank; the same on all.
+        CheckpointError, StoreError: a rank could not read a tensor; all ranks raise the same error.
     """
     mine = sorted(tensors_to_read(tensors, copies, mesh), key=order)
 
@@ -73,12 +74,12 @@ def read_and_broadcast(
 
 
 def on_all_ranks(work: Callable[[], T], mesh: "Mesh | None") -> list[T]:
-    """Run `work` on every rank; returns the (small) results of all ranks. Collective.
+    """Run `work` on every rank and return the (small) results of all ranks; a collective call.
 
-    An error on any rank is raised on all: the others would wait for it.
+    An error on any rank is raised on all ranks, because they would otherwise wait for it.
 
     Raises:
-        Exception: of the first rank that failed.
+        Exception: the error of the first rank that failed.
     """
     if mesh is None:
         return [work()]
@@ -89,7 +90,7 @@ def on_all_ranks(work: Callable[[], T], mesh: "Mesh | None") -> list[T]:
 
 
 def broadcast_from_rank0(make: Callable[[], T], mesh: "Mesh | None") -> T:
-    """Return what rank 0 makes, on every rank; an error that it meets is raised on all."""
+    """Call `make` on rank 0 and return its result on every rank; all ranks raise its error."""
     return make() if mesh is None else mesh.broadcast_from_rank0(make)
 
 

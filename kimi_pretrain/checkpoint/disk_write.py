@@ -1,4 +1,4 @@
-"""Files in memory that are to be written, and how they get to a disk past the page cache."""
+"""Writes files from memory to disk, bypassing the page cache."""
 
 import errno
 import fcntl
@@ -14,7 +14,7 @@ _ALIGNED = 4096
 
 
 class StagedFile:
-    """A file in memory (memfd) of `size` bytes that is to be written; its descriptor stays open."""
+    """A file in memory (memfd) of `size` bytes, ready to be written; its descriptor stays open."""
 
     def __init__(self, fd: int, size: int) -> None:
         self.fd, self.size = fd, size
@@ -22,16 +22,16 @@ class StagedFile:
 
     @property
     def view(self) -> memoryview:
-        """Its bytes, aligned to a page."""
+        """The bytes of the file, aligned to a page."""
         return memoryview(self._map)
 
     @property
     def path(self) -> str:
-        """A name under which this process can open it."""
+        """A path with which this process can open the file."""
         return f"/proc/self/fd/{self.fd}"
 
     def sha256(self) -> str:
-        """Return the hash of its bytes; releases the GIL."""
+        """Return the SHA-256 of the bytes; hashing releases the GIL."""
         digest, view = hashlib.sha256(), self.view
         for begin in range(0, self.size, _BLOCK):
             digest.update(view[begin : begin + _BLOCK])
@@ -48,15 +48,15 @@ def staged_file(data: bytes) -> StagedFile:
 
 
 def write_durably(path: Path, data: memoryview, on_bytes: OnBytes) -> None:
-    """Write a file past the page cache where it can be, and wait until it is on the disk.
+    """Write a file, bypassing the page cache if possible, and wait until it is on the disk.
 
-    The bytes of a checkpoint are not read again soon: in the page cache they would push out what
-    is, and its write-back is slower than the disk.
+    A checkpoint is not read again soon, so in the page cache it would only evict other data, and
+    write-back is slower than the disk.
 
     Args:
-        path: of the file.
-        data: aligned to a page where it is large.
-        on_bytes: called with the bytes that were just written.
+        path: path of the file.
+        data: bytes to write; aligned to a page if large.
+        on_bytes: called with the number of bytes just written.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     fd = os.open(path, flags, 0o644)
@@ -72,7 +72,7 @@ def write_durably(path: Path, data: memoryview, on_bytes: OnBytes) -> None:
             except OSError as error:
                 if not direct or error.errno != errno.EINVAL:
                     raise
-                direct = _set_direct(fd, False)  # a file system with rules of its own
+                direct = _set_direct(fd, False)  # the file system has stricter alignment rules
                 continue
             done += count
             on_bytes(count)
@@ -82,17 +82,17 @@ def write_durably(path: Path, data: memoryview, on_bytes: OnBytes) -> None:
 
 
 def _set_direct(fd: int, direct: bool) -> bool:
-    """Switch O_DIRECT; returns whether it is on now."""
+    """Set or clear O_DIRECT; return whether it is set now."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
-    except OSError:  # a file system without it
+    except OSError:  # the file system does not support it
         return False
     return direct
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
+    """Wait until the directory entries of a folder are on the disk."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

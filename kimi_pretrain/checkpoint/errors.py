@@ -1,10 +1,10 @@
-"""The errors of checkpoints, and which of them are transient."""
+"""Errors of checkpoints, divided into transient and permanent ones."""
 
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Errors of files that a retry meets again until somebody mends their cause.
+# File errors that retries cannot resolve until their cause is fixed.
 _PERMANENT = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP),
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
@@ -12,37 +12,37 @@ _PERMANENT = {
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used or written.
+    """A checkpoint cannot be used or written.
 
-    The message names the file, what was found and what was expected, and what to do.
+    The message names the file, the actual and the expected state, and the remedy.
     """
 
 
 class CheckpointUnavailable(CheckpointError):
-    """A place of checkpoints does not answer now, but may later. No sign of damage."""
+    """A checkpoint location does not respond now, but may later; no sign of damage."""
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether a retry may succeed: a store or a shared folder does not answer at the moment.
+    """Return whether a retry may succeed, because a store or shared folder is unavailable for now.
 
-    A server that is being replaced answers ESTALE, EIO, ETIMEDOUT and others for a while.
+    While a file server is replaced, it returns ESTALE, EIO, ETIMEDOUT and others for a while.
     """
     if isinstance(error, OSError):
         return error.errno not in _PERMANENT
-    # Imported late: it brings boto3.
+    # Imported late, because it imports boto3.
     from data_pipeline.store.open import StoreUnavailable
 
     return isinstance(error, StoreUnavailable | CheckpointUnavailable)
 
 
 def error_class(error: BaseException) -> type[CheckpointError]:
-    """Return the class for an error at a place of checkpoints: whether it is transient."""
+    """Return `CheckpointUnavailable` for a transient error, else `CheckpointError`."""
     return CheckpointUnavailable if is_transient(error) else CheckpointError
 
 
 @contextmanager
 def storage_errors(where: str) -> Iterator[None]:
-    """Turn errors of a store or a disk at `where` into a `CheckpointError`; see `error_class`."""
+    """Convert errors of a store or a disk at `where` to `CheckpointError`; see `error_class`."""
     try:
         yield
     except OSError as error:

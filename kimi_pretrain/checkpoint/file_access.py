@@ -1,4 +1,4 @@
-"""The files of one checkpoint, read from a folder or an object store through the same few calls."""
+"""Reads the files of one checkpoint, with the same interface for folders and object stores."""
 
 import hashlib
 import os
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
     from data_pipeline.store.open import Store
 
 _PIECE = 8 << 20
-_AHEAD = 4  # pieces on their way at a time
+_AHEAD = 4  # concurrent reads of pieces
 
-# Called with the number of bytes that were just read or written.
+# Callback with the number of bytes just read or written.
 OnBytes = Callable[[int], None]
 
 
 class CheckpointUnreadable(CheckpointError):
-    """A file that this user may not read: a user error, no sign of damage."""
+    """This user has no permission to read a file; a user error, no sign of damage."""
 
 
 class Files(Protocol):
-    """Reads files by their plain name. May be called from any thread.
+    """Reader of a checkpoint's files by their plain names; thread-safe.
 
-    All methods raise `CheckpointUnavailable` where a retry may succeed, `CheckpointUnreadable` for
-    a file of a folder that may not be read, and what `Store.get` raises where a store refuses. Any
+    All methods raise `CheckpointUnavailable` if a retry may succeed, `CheckpointUnreadable` if this
+    user may not read a file of a folder, and the errors of `Store.get` if a store refuses. Any
     other `CheckpointError` means damage.
     """
 
@@ -51,19 +51,19 @@ class Files(Protocol):
         return f"{self.uri}/{name}"
 
     def size(self, name: str) -> int | None:
-        """Return the bytes of a file; None: it is not there."""
+        """Return the size of a file in bytes, or None if it does not exist."""
         ...
 
     def read(self, name: str, offset: int, length: int) -> bytes:
-        """Return exactly these bytes.
+        """Return exactly `length` bytes from `offset`.
 
         Raises:
-            CheckpointError: the file is not there or shorter.
+            CheckpointError: the file does not exist or is shorter.
         """
         ...
 
     def read_into(self, name: str, offset: int, out: memoryview) -> None:
-        """Fill `out`, writable bytes, from `offset`. Raises as `read`."""
+        """Fill `out`, writable bytes, from `offset`; raises like `read`."""
         ...
 
 
@@ -106,7 +106,7 @@ class FolderFiles(Files):
                 yield file
         except (FileNotFoundError, NotADirectoryError):
             raise _missing(self.where(name)) from None
-        except OSError as error:  # a disk that fails, too
+        except OSError as error:  # includes errors of a failing disk during a read
             raise _failed(self.where(name), error) from error
 
 
@@ -149,9 +149,9 @@ class StoreFiles(Files):
 
 
 def read_ahead(read: Callable[[int, int], bytes], offset: int, length: int) -> Iterator[bytes]:
-    """Yield `read(offset, length)` in pieces; a few are read ahead of the one that is waited for.
+    """Yield `read(offset, length)` in pieces, while threads read a few pieces ahead.
 
-    Threads end with the last piece, or when the caller stops.
+    The threads end with the last piece, or when the caller stops.
     """
     spans = [(offset + begin, min(_PIECE, length - begin)) for begin in range(0, length, _PIECE)]
     if len(spans) <= 1:
@@ -171,7 +171,7 @@ def read_ahead(read: Callable[[int, int], bytes], offset: int, length: int) -> I
 
 
 def fingerprint(files: Files, name: str, progress: OnBytes | None = None) -> Fingerprint:
-    """Return size and SHA-256 of a file. Raises as `Files.read`."""
+    """Return size and SHA-256 of a file; raises like `Files.read`."""
     expected = files.size(name)
     if expected is None:
         raise _missing(files.where(name))
@@ -185,12 +185,12 @@ def fingerprint(files: Files, name: str, progress: OnBytes | None = None) -> Fin
 
 
 def read_header(files: Files, name: str, size: int | None) -> dict[str, TensorEntry]:
-    """Return the tensors of a safetensors file of `size` bytes (None: it is not there).
+    """Return the tensors of a safetensors file of `size` bytes (None if it does not exist).
 
-    Its header alone is read.
+    This reads only the header.
 
     Raises:
-        CheckpointError: it is no whole safetensors file. Otherwise as `Files.read`.
+        CheckpointError: it is not a complete safetensors file. Other errors as in `Files.read`.
     """
     with _no_damage():
         text = _header_text(files, name, size)
@@ -198,7 +198,7 @@ def read_header(files: Files, name: str, size: int | None) -> dict[str, TensorEn
 
 
 def read_metadata(files: Files, name: str, size: int | None) -> dict[str, str]:
-    """Return what the header of a safetensors file says besides its tensors; as `read_header`."""
+    """Return the metadata in the header of a safetensors file; see `read_header`."""
     with _no_damage():
         return parse_metadata(_header_text(files, name, size), files.where(name))
 
@@ -219,12 +219,12 @@ def _no_damage() -> Iterator[None]:
 
 
 def size_of(path: Path) -> int | None:
-    """Return the bytes of a file; None: there is none, or it is no file.
+    """Return the size of a file in bytes, or None if the path does not exist or is not a file.
 
-    Not `Path.is_file`, which takes some errors of a shared folder for "not there".
+    `Path.is_file` would report some errors of a shared folder as a missing file.
 
     Raises:
-        OSError: the file system does not say.
+        OSError: the file system cannot determine this.
     """
     try:
         found = os.stat(path)
@@ -235,7 +235,7 @@ def size_of(path: Path) -> int | None:
 
 @contextmanager
 def _answering() -> Iterator[None]:
-    """Raise `CheckpointUnavailable` for a store that does not answer; refusals pass unchanged."""
+    """Raise `CheckpointUnavailable` if a store does not respond; refusals pass unchanged."""
     from data_pipeline.store.open import StoreUnavailable
 
     try:

@@ -1,8 +1,8 @@
-"""Finds the checkpoint that a run resumes from, by manifests alone, and verifies its files.
+"""Finds the checkpoint that a run resumes from, only by manifests, and verifies its files.
 
-All ranks come to the same answer: rank 0 lists the checkpoints and reads their manifests, because a
-shared file system may show other ranks an older state, and thousands of ranks that read one file
-keep it busy. Every file is hashed by one rank.
+All ranks return the same checkpoint. Only rank 0 lists the checkpoints and reads their manifests,
+because a shared file system may show other ranks an older state and would be overloaded if
+thousands of ranks read one file. One rank hashes each file.
 """
 
 import logging
@@ -31,24 +31,26 @@ def find(
     progress: OnBytes | None = None,
     own: bool = False,
 ) -> Checkpoint | None:
-    """Return the verified checkpoint to go on from; None: there is none yet. Collective.
+    """Return the verified checkpoint to resume from, or None if there is none; a collective call.
 
     Args:
-        resume: "latest" for the newest complete one of `place`, or one checkpoint's folder or URI.
-        place: of the run's checkpoints.
-        config: of the run: the checkpoint must be of this model and precision.
-        mesh: None: this process alone.
-        progress: called with the bytes that this rank has just hashed.
-        own: whether `place` belongs to this run, claimed: what a killed run has left in the middle
-            of a rename is put right then, and the checkpoint must be of this stage
-            (`check_resumes`). A place that is only read is left as it is.
+        resume: "latest" for the newest complete checkpoint in `place`, or the folder or URI of one
+            checkpoint.
+        place: location of the run's checkpoints.
+        config: configuration of the run; model and precision of the checkpoint must match it.
+        mesh: mesh of the job; None for a single process.
+        progress: called with the number of bytes that this rank has just hashed.
+        own: True if this run has claimed `place`. Then an interrupted rename of a killed run is
+            repaired, and the checkpoint must be of this stage (`check_resumes`). Otherwise `place`
+            is not modified.
 
     Raises:
-        CheckpointError: the checkpoint is damaged (names file, what was found and expected), is not
-            complete, is of another model or may not be read. Of "latest" a damaged one is passed
-            over with a warning where `config.resume.fallback` allows it. The same on all ranks.
-        CheckpointUnavailable: a store or shared folder does not answer. That is no damage: no other
-            checkpoint is taken.
+        CheckpointError: the checkpoint is damaged (the message names the file, its actual and its
+            expected state), incomplete, of another model, or not readable. With "latest" and
+            `config.resume.fallback`, damaged checkpoints are skipped with a warning. All ranks
+            raise the same error.
+        CheckpointUnavailable: a store or shared folder does not respond. This is not damage, so no
+            other checkpoint is used.
     """
     if os.fspath(resume) != "latest":
         found = verified(open_checkpoint(resume), config, mesh, progress)
@@ -82,10 +84,10 @@ def verified(
     mesh: "Mesh | None" = None,
     progress: OnBytes | None = None,
 ) -> Checkpoint:
-    """Return a checkpoint after every file of it was hashed. Collective; see `find`.
+    """Verify the hash of every file of a checkpoint and return it; a collective call, see `find`.
 
     Raises:
-        CheckpointError: it is damaged, not complete, or of another model.
+        CheckpointError: it is damaged, incomplete, or of another model.
     """
     if problems := _problems(found, config, mesh, progress):
         raise CheckpointError("; ".join(problems))
@@ -99,10 +101,12 @@ def _problems(
     progress: OnBytes | None,
     listed: bool = False,
 ) -> list[str]:
-    """What is damaged, the same on all ranks; errors that are no sign of damage are raised.
+    """Return descriptions of all damage, the same on all ranks; raise errors that are not damage.
 
     Args:
-        listed: whether it was complete a moment ago.
+        found: the checkpoint.
+        config, mesh, progress: see `find`.
+        listed: True if the checkpoint was listed as complete just before.
     """
     texts, problem = broadcast_from_rank0(partial(_texts, found, listed), mesh)
     if problem is not None:
@@ -110,13 +114,13 @@ def _problems(
     found.know(texts)
     everyone = on_all_ranks(partial(_damaged, found, config, mesh, progress), mesh)
     problems = [problem for part in everyone for problem in part]
-    return list(dict.fromkeys(problems))  # a bad manifest is seen by all
+    return list(dict.fromkeys(problems))  # all ranks report a damaged manifest
 
 
 def _damaged(
     found: Checkpoint, config: "Config", mesh: "Mesh | None", progress: OnBytes | None
 ) -> list[str]:
-    """What is damaged of the manifest, or of this rank's share of the files."""
+    """Return the damage of the manifest, or of this rank's share of the files."""
     rank, world_size = (0, 1) if mesh is None else (mesh.rank, mesh.world_size)
     try:
         manifest = found.manifest()
@@ -130,7 +134,7 @@ def _damaged(
 
 
 def _texts(found: Checkpoint, listed: bool) -> tuple[dict[str, bytes], str | None]:
-    """Return manifest and index, or what is damaged of them."""
+    """Return (texts of manifest and index, description of their damage or None)."""
     with storage_errors(found.uri):
         try:
             return found.texts(), None

@@ -1,8 +1,8 @@
-"""SHA-256 of what a run remembers, so that two runs can be compared.
+"""SHA-256 of a run's state, to compare two runs.
 
-Every rank hashes what it holds. Of thousands of ranks most hold copies, and all their hashes
-together would fill a device: so the ranks first exchange one digest each. Of ranks with equal
-digests the first sends its hashes to rank 0, in pieces of bounded size.
+Every rank hashes its tensors. Most of thousands of ranks hold copies, and all their hashes together
+would fill a device, so the ranks first exchange one digest each. The first rank with each digest
+then sends its hashes to rank 0, in pieces of bounded size.
 """
 
 import hashlib
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from kimi_pretrain.engine.mesh import Mesh
 
 
-# Bytes that all ranks together send at a time, at most (and at least PIECE of each).
+# Maximum bytes that all ranks send in one round; each rank may always send PIECE.
 TOGETHER = 32 << 20
 PIECE = 1 << 10
 
 
 def hash_tensors(tensors: Mapping[str, Tensor], mesh: "Mesh") -> dict[str, str]:
-    """Return name -> SHA-256 of every tensor of the whole job, sorted, on rank 0. Collective.
+    """Return name -> SHA-256 of every tensor of the job on rank 0; a collective call.
 
     Returns:
-        on the other ranks an empty dict.
+        the hashes sorted by name on rank 0, an empty dict on the other ranks.
 
     Raises:
-        RuntimeError: replicas of one tensor differ, which must never happen; the same on all ranks.
+        RuntimeError: replicas of a tensor differ, which must never happen; raised on all ranks.
     """
     mine = {name: hash_tensor(tensor) for name, tensor in tensors.items()}
     everyone: list[Any] = mesh.all_gather_object(digest(mine))
@@ -49,9 +49,9 @@ def hash_tensors(tensors: Mapping[str, Tensor], mesh: "Mesh") -> dict[str, str]:
 
 
 def _senders(everyone: Sequence[str]) -> list[int]:
-    """Return the first rank with each digest: their hashes are all that there are.
+    """Return the first rank with each digest; together, these ranks have all hashes.
 
-    A copy that differs has another digest, so that both are among them.
+    A copy that differs has another digest, so both versions are sent.
     """
     first: dict[str, int] = {}
     for rank, said in enumerate(everyone):
@@ -60,7 +60,7 @@ def _senders(everyone: Sequence[str]) -> list[int]:
 
 
 def _to_first(mine: bytes, mesh: "Mesh") -> list[bytes]:
-    """Return the bytes of all ranks on rank 0, in pieces that fit beside a full device."""
+    """Return the bytes of all ranks on rank 0, sent in pieces that fit on an almost full device."""
     piece = max(PIECE, TOGETHER // mesh.world_size)
     lengths: list[Any] = mesh.all_gather_object(len(mine))
     parts: list[list[bytes]] = [[] for _ in lengths]
@@ -82,7 +82,7 @@ def _merged(parts: Iterable[tuple[int, Mapping[str, str]]]) -> dict[str, str]:
 
 
 def hash_tensor(tensor: Tensor) -> str:
-    """Return the SHA-256 of a tensor's type, shape and bytes."""
+    """Return the SHA-256 of a tensor's dtype, shape and bytes."""
     raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
     found = hashlib.sha256(head)

@@ -1,7 +1,7 @@
-"""Fills a run's tensors from a checkpoint of any layout.
+"""Loads a checkpoint of any layout into a run's tensors.
 
-Because a name means the same whole matrix in every layout, each rank reads what it needs, straight
-into the tensors' own memory; of replicated tensors, each holder a part (`collective_read`).
+A name means the same full matrix in every layout, so each rank reads the tensors it needs, directly
+into their memory. The holders of replicated tensors divide the reads (`collective_read`).
 """
 
 from collections.abc import Callable, Mapping
@@ -33,19 +33,21 @@ def load(
     mesh: "Mesh | None" = None,
     copies: Mapping[str, str] | None = None,
 ) -> RunState:
-    """Fill tensors in place, on whatever device they are; returns what the run remembers besides.
+    """Fill tensors in place, on any device, and return the run's state other than tensors.
 
-    Collective where there is a mesh. Files are not hashed here: `find` has done it.
+    This is a collective call if there is a mesh. It does not hash files, because `find` has done
+    so.
 
     Args:
-        tensors: what this rank holds, by checkpoint name.
-        progress: called after each tensor that this rank has read.
+        checkpoint: the checkpoint to load.
+        tensors: the tensors that this rank holds, by checkpoint name.
+        progress: called after each tensor that this rank reads.
         copies, mesh: see `tensors_to_read`.
 
     Raises:
-        CheckpointError: a tensor is not there, or of another shape or type, or the optimizer's
-            steps are not those of the manifest: nothing has been changed then. Or a file ends
-            before a tensor does. The same on all ranks.
+        CheckpointError: a tensor is missing or has another shape or dtype, or the optimizer's step
+            count differs from the manifest; no tensor has changed then. Also if a file is
+            truncated. All ranks raise the same error.
     """
     copies = copies or {}
     mine = {name: tensors[name] for name in tensors_to_read(tensors, copies, mesh)}
@@ -66,7 +68,7 @@ def load(
 def _check(
     checkpoint: Checkpoint, tensors: Mapping[str, Tensor], mine: Mapping[str, Tensor]
 ) -> None:
-    """Refuse what cannot be loaded before anything is changed; headers of `mine` alone are read."""
+    """Check that all tensors can be loaded before any is changed; read only headers for `mine`."""
     _check_names(checkpoint, tensors)
     for name, tensor in sorted(mine.items()):
         entry = checkpoint.entry(name)

@@ -1,9 +1,9 @@
-"""manifest.json: the state, model and files of a checkpoint; written last, it marks completeness.
+"""manifest.json: state, model and files of a checkpoint; written last, it marks completeness.
 
-Pure: text in, values out. A manifest may come from anywhere, so it is checked before it is used:
-names of files must be plain names inside the folder, numbers must be numbers, and a text of absurd
-size is not parsed at all. It ends with a SHA-256 of its own values: no other file of a checkpoint
-holds the step and the loader's position.
+These are pure functions between text and values. A manifest is untrusted, so it is checked before
+use: file names must be plain names inside the folder, numbers must be numbers, and oversized text
+is not parsed at all. The manifest ends with a SHA-256 of its own values, because no other file of a
+checkpoint holds the step and the loader's position.
 """
 
 import hashlib
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from kimi_pretrain.config import Config
 
 SCHEMA = 3
-UNHASHED_SCHEMA = 2  # the same without a hash of its own
+UNHASHED_SCHEMA = 2  # the same, but without a hash of the values
 MANIFEST = "manifest.json"
 INDEX = "index.json"
 _HASH = "sha256"
-# A manifest has a line for each file, an index one for each tensor: a million of them fit.
+# A manifest has one entry per file and an index one per tensor; a million entries fit.
 MOST_MANIFEST_BYTES = 64 << 20
 MOST_INDEX_BYTES = 512 << 20
 
@@ -33,7 +33,7 @@ _STEP = re.compile(r"step_(\d{8,})")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
-# Those whose versions a manifest states.
+# Packages whose versions a manifest records.
 PACKAGES = ("kimi-pretrain", "torch", "megatron-core", "numpy")
 
 Contents = Literal["all", "weights"]
@@ -41,14 +41,14 @@ Contents = Literal["all", "weights"]
 
 @dataclass(frozen=True)
 class RunState:
-    """The state of a run besides tensors.
+    """State of a run other than tensors.
 
     Attributes:
-        step: steps done.
-        optimizer_steps: updates done (skipped steps do not count).
-        loader: the loader's state; plain values.
-        losses: the last losses, which decide what counts as a spike.
-        skips_in_row: steps up to this one that the guard did not let pass.
+        step: number of completed steps.
+        optimizer_steps: number of completed updates (skipped steps do not count).
+        loader: the loader's state, as plain values.
+        losses: the most recent losses, against which loss spikes are detected.
+        skips_in_row: number of consecutive steps up to this one that the guard skipped.
     """
 
     step: int
@@ -68,18 +68,19 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What manifest.json holds.
+    """Contents of manifest.json.
 
     Attributes:
-        state: of the run when it was written.
+        state: state of the run at the save.
         model: `config.model` as plain values.
         dtype: `config.train.dtype`.
-        layout: `config.layout` as plain values; for information, no reader needs it.
-        contents: "all" to go on from, or "weights" of the model alone.
-        versions: package -> version that wrote it.
-        files: name -> fingerprint of every other file of the folder, index.json among them.
-        training: see `training_of`. None: of an earlier version, which did not state it.
-        hashed: whether it was read with a hash of its own.
+        layout: `config.layout` as plain values; only for information.
+        contents: "all" for a checkpoint that a run can resume from, or "weights" for only the
+            model's weights.
+        versions: package -> version at the save.
+        files: name -> fingerprint of every other file of the folder, including index.json.
+        training: see `training_of`. None for earlier versions, which did not record it.
+        hashed: True if the manifest contained a hash of its values.
     """
 
     state: RunState
@@ -97,7 +98,7 @@ class Manifest:
         files = {name: asdict(self.files[name]) for name in sorted(self.files)}
         values = {"schema": SCHEMA, **asdict(self), "files": files}
         del values["hashed"]
-        if self.training is None:  # as it was read
+        if self.training is None:  # absent in the manifest that was read
             del values["training"]
         return json.dumps(values | {_HASH: digest(values)}, indent=1) + "\n"
 
@@ -123,10 +124,10 @@ def manifest_of(
 
 
 def training_of(config: "Config") -> dict[str, Any]:
-    """Return what a run trains, how, and under which name: a resume has the same stage and parts.
+    """Return the training settings of a run; a resume must have the same stage and trained parts.
 
-    `tokens_per_step` and `optim`, which it may change, say where in its schedule a run is, and what
-    the learning rate was: for a stage that keeps the optimizer.
+    A resume may change `tokens_per_step` and `optim`. A stage that keeps the optimizer computes its
+    position in the schedule and the learning rate from them.
     """
     found = {
         "stage": config.train.stage,
@@ -134,13 +135,13 @@ def training_of(config: "Config") -> dict[str, Any]:
         "tokens_per_step": config.tokens_per_step(),
         "optim": config.optim.model_dump(mode="json"),
     }
-    if (siglip := config.train.siglip) is not None:  # where it began does not matter any more
+    if (siglip := config.train.siglip) is not None:  # the initial weights do not matter any more
         found["siglip"] = siglip.model_dump(mode="json", exclude={"weights", "texts_per_chunk"})
     return found
 
 
 def installed_versions(packages: Iterable[str] = PACKAGES) -> dict[str, str | None]:
-    """Return package -> version, and that of Python; None for what is not installed."""
+    """Return package -> version, or None if not installed; Python is included."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -151,32 +152,32 @@ def installed_versions(packages: Iterable[str] = PACKAGES) -> dict[str, str | No
 
 
 def digest(value: Any) -> str:
-    """Return the SHA-256 of plain values (dicts, lists, numbers, strings), by their JSON."""
+    """Return the SHA-256 of the JSON of plain values (dicts, lists, numbers, strings)."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def share_of_files(files: Mapping[str, Fingerprint], rank: int, world_size: int) -> list[str]:
-    """Return the files that one rank hashes of a checkpoint; the ranks' bytes are about equal."""
+    """Return the files that one rank hashes; all ranks hash about the same number of bytes."""
     order = sorted(files, key=lambda name: (-files[name].bytes, name))
     return order[rank::world_size]
 
 
 def step_name(step: int) -> str:
-    """Return the folder's name of a step's checkpoint."""
+    """Return the folder name of a step's checkpoint."""
     return f"step_{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """Return the step of a checkpoint folder's name, or None for any other name."""
+    """Return the step in the name of a checkpoint folder, or None for any other name."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match and step_name(int(match[1])) == name else None
 
 
 def check_file_name(name: object, where: str) -> str:
-    """Return `name` if it is a plain name, which cannot lead out of the folder.
+    """Return `name` if it is a plain name, which cannot escape the folder.
 
     Raises:
-        CheckpointError: it holds a separator, begins with a dot, or is no text.
+        CheckpointError: it contains a separator, begins with a dot, or is not a string.
     """
     if not isinstance(name, str) or not _FILE.fullmatch(name):
         raise CheckpointError(
@@ -187,10 +188,10 @@ def check_file_name(name: object, where: str) -> str:
 
 
 def parse_json(text: str | bytes, where: str, most: int) -> Any:
-    """Return the values of a JSON text that may come from anywhere.
+    """Return the values of an untrusted JSON text.
 
     Raises:
-        CheckpointError: it is larger than `most` bytes, or no JSON.
+        CheckpointError: it is larger than `most` bytes, or not JSON.
     """
     if len(text) > most:
         raise CheckpointError(f"{where}: {len(text)} bytes, expected at most {most}")
@@ -204,11 +205,11 @@ def parse_json(text: str | bytes, where: str, most: int) -> Any:
 
 
 def parse_manifest(text: str | bytes, where: str) -> Manifest:
-    """Return what a manifest.json says; `where` is its name, for messages.
+    """Parse a manifest.json; `where` is its path, for messages.
 
     Raises:
-        CheckpointError: another schema, values that are not those that were written, or that no
-            writer of this schema writes.
+        CheckpointError: the schema is unknown, the values do not match their hash, or a value is
+            invalid in this schema.
     """
     values = parse_json(text, where, MOST_MANIFEST_BYTES)
     schema = values.get("schema") if isinstance(values, dict) else None
@@ -236,10 +237,10 @@ def parse_manifest(text: str | bytes, where: str) -> Manifest:
 
 
 def check_step(manifest: Manifest, folder: str, where: str) -> None:
-    """Refuse a manifest of another step than its folder's name says, if it names a step.
+    """Check that the step of a manifest matches the name of its folder, if this names a step.
 
     Raises:
-        CheckpointError: gives both.
+        CheckpointError: the steps differ; the message gives both.
     """
     step = manifest.state.step
     if step_of(folder) not in (None, step):
@@ -250,10 +251,10 @@ def check_step(manifest: Manifest, folder: str, where: str) -> None:
 
 
 def parse_index(text: str | bytes, where: str, files: Mapping[str, object]) -> dict[str, str]:
-    """Return tensor -> file of an index.json; `files` are those that the manifest lists.
+    """Return tensor -> file from an index.json; `files` are the files listed in the manifest.
 
     Raises:
-        CheckpointError: no weight map, or a file that the manifest does not list.
+        CheckpointError: there is no weight map, or the manifest does not list a file.
     """
     values = parse_json(text, where, MOST_INDEX_BYTES)
     if not isinstance(values, dict):
@@ -266,16 +267,17 @@ def parse_index(text: str | bytes, where: str, files: Mapping[str, object]) -> d
 
 
 def check_fits(manifest: Manifest, config: "Config", where: str) -> None:
-    """Refuse a checkpoint of another model or precision than the configuration's.
+    """Check that model and precision of a checkpoint match the configuration.
 
     Raises:
-        CheckpointError: names the first key that differs, with both values.
+        CheckpointError: they differ; the message names the first key that differs, with both
+            values.
     """
     wanted = config.model.model_dump(mode="json")
     if difference := first_difference(manifest.model, wanted, "model"):
         raise CheckpointError(f"{where}: this is a checkpoint of another model: {difference}")
     if manifest.dtype != config.train.dtype:
-        # Loading would convert silently: masters would be dropped, or missing.
+        # Loading would convert silently and drop or miss the masters.
         raise CheckpointError(
             f"{where}: written with train.dtype={manifest.dtype}, this run has "
             f"train.dtype={config.train.dtype}"
@@ -283,12 +285,13 @@ def check_fits(manifest: Manifest, config: "Config", where: str) -> None:
 
 
 def check_resumes(manifest: Manifest, config: "Config", where: str) -> None:
-    """Refuse to go on with a checkpoint as another stage, or with other parts frozen.
+    """Check that a resume has the same stage and the same frozen parts as the checkpoint.
 
-    A part that was frozen has no optimizer state, and one that is frozen now would lose its own.
+    A part that was frozen has no optimizer state, and a part that is frozen now would lose its
+    state.
 
     Raises:
-        CheckpointError: names the key, with both values.
+        CheckpointError: they differ; the message names the key, with both values.
     """
     if manifest.training is None:
         return
@@ -304,7 +307,7 @@ def check_resumes(manifest: Manifest, config: "Config", where: str) -> None:
 
 
 def _told(value: Any) -> str:
-    """Return a plain value as one writes it on the command line."""
+    """Return a plain value in the syntax of the command line."""
     if isinstance(value, list):
         return f"[{', '.join(map(str, value))}]"
     if isinstance(value, dict):
@@ -313,7 +316,7 @@ def _told(value: Any) -> str:
 
 
 def first_difference(found: Any, wanted: Any, where: str) -> str | None:
-    """Return where two plain values differ first, with both sides, or None."""
+    """Return the first difference between two plain values, with both sides, or None."""
     if isinstance(found, dict) and isinstance(wanted, dict):
         for key in sorted({*found, *wanted}):
             if difference := first_difference(found.get(key), wanted.get(key), f"{where}.{key}"):
@@ -333,10 +336,10 @@ def _part(values: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
 
 
 def _check_hash(values: dict[str, Any], schema: int, where: str) -> None:
-    """Compare the values with their own hash.
+    """Check the hash of the values.
 
-    Schema and hash must agree on whether there is one, so that no single bit turns a manifest with
-    a hash into one of the time before there was any.
+    The schema must agree with the presence of a hash, so that no single bit flip turns a hashed
+    manifest into one of the earlier schema without a hash.
     """
     found = values.pop(_HASH, None)
     if schema == UNHASHED_SCHEMA and found is None:

@@ -1,4 +1,4 @@
-"""Which run owns a checkpoint place: `owner.json`, which is checked before every commit."""
+"""Ownership of a checkpoint location, recorded in `owner.json` and checked before every commit."""
 
 import json
 from collections.abc import Mapping
@@ -8,16 +8,20 @@ OWNER = "owner.json"
 
 
 class Owner(NamedTuple):
-    """The owner of a place, as in owner.json: the run's id, and an id of this start of it."""
+    """Owner of a location, as in owner.json: the run's id, and an id of this start of the run."""
 
     run: str
     start: str
 
 
 def ownership_conflict(uri: str, text: str, run: str, start: str | None = None) -> str | None:
-    """Return why a place is not this run's, from the text of its owner.json; None: it is.
+    """Return why a location does not belong to this run, or None if it does.
 
-    `start` must have been the last to claim it; None: any.
+    Args:
+        uri: the location.
+        text: contents of its owner.json.
+        run: id of this run.
+        start: id of the start that must have claimed the location last; None for any start.
     """
     try:
         owner: Mapping[str, Any] = json.loads(text)

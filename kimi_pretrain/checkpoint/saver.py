@@ -1,15 +1,17 @@
-"""Saves checkpoints while training goes on; see `CheckpointSaver`.
+"""Saves checkpoints during training; see `CheckpointSaver`.
 
-From its start on, rank 0's writer also removes what killed runs have left. The steps of a save:
+When rank 0's writer starts, it also begins to remove the leftovers of killed runs. A save has these
+steps:
 
-1. begin      every rank stages (copies) its share; a thread stages what changes in the update
-              alone, while the next step runs, and `wait_staged` waits before the update
-2. write      its writer process hashes and writes the files, in the background
-3. advance    the ranks exchange their progress, in the one all-gather of a training step
-4. commit     when all have written, rank 0's writer writes manifest.json: the save is complete
-5. retire     what need not be kept is removed; nothing waits for it
+1. begin      every rank stages (copies) its share; a thread stages the tensors that only the update
+              changes, while the next step runs, and `wait_staged` waits before the update
+2. write      the rank's writer process hashes and writes the files in the background
+3. advance    the ranks exchange their progress, in the all-gather of a training step
+4. commit     when all ranks have written, rank 0's writer writes manifest.json, which completes the
+              save
+5. retire     rank 0's writer removes checkpoints that need not be kept; nothing waits for it
 
-What fails on one rank fails the save as a whole, on all ranks alike, and training goes on.
+A failure on one rank fails the whole save on all ranks, and training continues.
 """
 
 import logging
@@ -43,22 +45,22 @@ log = logging.getLogger("kimi_pretrain.checkpoint")
 
 _POLL_S = 0.2
 _SOON_S = 5.0
-# How long a save waits for pending deletions before replacing the writer.
+# Maximum seconds that a save waits for pending deletions before it replaces the writer.
 _REMOVAL_S = 30.0
-_LAST_REMOVAL_S = 300.0  # at close no new writer follows
+_LAST_REMOVAL_S = 300.0  # the same at close, where no new writer follows
 
 
 @dataclass(frozen=True)
 class SaveProgress:
-    """How far one rank's writer is with the save that is under way; small, and picklable.
+    """Progress of one rank's writer with the current save; small and picklable.
 
     Attributes:
-        phase: "writing"; "written"; "committed", of rank 0 alone; or "failed".
-        bytes_done: written so far.
-        files: what was written; reported once, and empty later.
-        error: why it failed, in one line.
-        transient: whether a retry may succeed: the place does not answer, or the process died.
-        warnings: of the writer.
+        phase: "writing"; "written"; "committed", only on rank 0; or "failed".
+        bytes_done: bytes written so far.
+        files: the files written; reported once, and empty later.
+        error: reason of the failure, in one line.
+        transient: True if a retry may succeed: the location does not respond, or the process died.
+        warnings: warnings of the writer.
     """
 
     phase: Literal["writing", "written", "committed", "failed"]
@@ -74,33 +76,33 @@ class CheckpointSaver:
 
         saver.begin(tensors, state, unchanged)     # stages a copy
         ...
-        saver.wait_staged()                        # before what is `unchanged` changes
+        saver.wait_staged()                        # before `unchanged` tensors change
         ...
-        everyone = mesh.all_gather_object(saver.progress())   # part of the step's own all-gather
-        done = saver.advance(everyone)             # the URI of what is complete now, or None
+        everyone = mesh.all_gather_object(saver.progress())   # in the all-gather of the step
+        done = saver.advance(everyone)             # URI of a newly complete checkpoint, or None
         ...
-        saver.finish()                             # wait for the last one
+        saver.finish()                             # wait for the last save
         saver.close()
 
-    `begin` and `finish` must be called by all ranks together, with the same state. A synchronous
-    save is `begin` and `finish`.
+    All ranks must call `begin` and `finish` together, with the same state. A synchronous save is
+    `begin` followed by `finish`.
 
     Args:
         place: a folder that all ranks see, or an object store.
-        config: of the run.
-        mesh: of the job; only its rank, world size, device and `all_gather_object` are used.
-        alive: called whenever a rank that waits has seen bytes being written, so that a watchdog
-            can tell a slow save from one that hangs.
-        owner: who must own the place when a checkpoint is committed; None: anybody.
+        config: configuration of the run.
+        mesh: mesh of the job; only rank, world size, device and `all_gather_object` are used.
+        alive: called whenever a waiting rank sees that bytes were written, so that a watchdog can
+            distinguish a slow save from a hang.
+        owner: required owner of the location at each commit; None for any owner.
 
     Attributes:
         seconds: {"stall", "background"} of the last save, on this rank.
-        uri: of the last complete checkpoint that this object has written; None: none yet.
-        under_way: the step whose save has begun and is not complete; None: none. The same on all
+        uri: URI of the last complete checkpoint that this object has written, or None.
+        under_way: step of the save that has begun and is not complete, or None. The same on all
             ranks.
 
     Raises:
-        ValueError: a place that other processes do not see.
+        ValueError: other processes cannot see the location.
     """
 
     def __init__(
@@ -122,23 +124,24 @@ class CheckpointSaver:
         self._background_copy: BackgroundCopy | None = None
         self._writer: WriterClient | None = None
         self._state: RunState | None = None
-        self._saved: RunState | None = None  # of `uri`
+        self._saved: RunState | None = None  # state in the checkpoint `uri`
         self._phase: Literal["writing", "committing"] = "writing"
-        self._files: dict[str, Fingerprint] = {}  # of all ranks, so far; used by rank 0 alone
-        self._files_reported = False  # whether this rank's files have gone through an all-gather
+        self._files: dict[str, Fingerprint] = {}  # files of all ranks so far; only on rank 0
+        self._files_reported = False  # True once an all-gather has contained this rank's files
         self._began = 0.0
         self._seen_bytes = 0
         self._failures = 0
         self._failure: CheckpointError | None = None
 
     def prepare(self, tensors: Mapping[str, Tensor], step: int | None = None) -> None:
-        """Agree on who writes what, and allocate staging memory. Collective; `begin` does it too.
+        """Assign tensors to ranks and allocate staging memory; a collective call.
 
-        Called before the first step, it fails early where memory does not suffice, and the first
-        save stalls no longer than later ones. `step` is saved next, if that is known.
+        `begin` calls this if needed. If it is called before the first step, missing memory shows
+        early, and the first save stalls no longer than later saves. `step` is the next step to
+        save, if known.
 
         Raises:
-            CheckpointError: not enough memory; the same on all ranks.
+            CheckpointError: there is not enough memory; all ranks raise the same error.
         """
         everyone: list[Any] = self.mesh.all_gather_object(sharding.compressed(_sizes(tensors)))
         sizes = sharding.decompressed(everyone)
@@ -167,20 +170,21 @@ class CheckpointSaver:
         state: RunState,
         unchanged: Callable[[str], bool] | None = None,
     ) -> None:
-        """Stage a copy of the tensors and start writing it. Collective.
+        """Stage a copy of the tensors and start writing it; a collective call.
 
-        Waits for an earlier save first. A state that this object has saved before is not saved
-        again.
+        It first waits for an earlier save. It does nothing if this object has already saved this
+        state.
 
         Args:
-            tensors: what this rank holds, by name; equal names hold equal values on all ranks.
-            state: the same on all ranks.
-            unchanged: whether the tensor of a name stays as it is until `wait_staged` has returned;
-                the others may change as soon as this returns. None: all may.
+            tensors: tensors of this rank by name; a name has equal values on all ranks.
+            state: the state of the run, equal on all ranks.
+            unchanged: returns whether the tensor of a name does not change until `wait_staged` has
+                returned. All other tensors may change as soon as this returns; with None, all
+                tensors may.
 
         Raises:
             CheckpointError: too many saves in a row have failed, or there is no memory for the
-                first one; the same on all ranks.
+                first save; all ranks raise the same error.
         """
         start = time.monotonic()
         self._await_save()
@@ -207,13 +211,13 @@ class CheckpointSaver:
 
     @property
     def is_staging(self) -> bool:
-        """Whether `wait_staged` has something to wait for, or to do."""
+        """True if a background copy has not been completed by `wait_staged`."""
         return self._background_copy is not None
 
     def wait_staged(self) -> None:
-        """Wait until everything is staged, and let the writer begin.
+        """Wait until all tensors are staged, and start the writer.
 
-        Called before anything changes that was `unchanged` when the save began.
+        Call it before any tensor changes that was `unchanged` in `begin`.
         """
         if self._background_copy is None:
             return
@@ -224,7 +228,7 @@ class CheckpointSaver:
         self.seconds["stall"] += time.monotonic() - start
 
     def progress(self, wait: float = 0.0) -> SaveProgress | None:
-        """Return how far this rank is, after `wait` seconds at most; None: nothing is under way."""
+        """Return this rank's progress after at most `wait` seconds, or None without a save."""
         if self.under_way is None or self._writer is None:
             return None
         self.wait_staged()
@@ -239,20 +243,20 @@ class CheckpointSaver:
             return SaveProgress("writing", writer.bytes_done, warnings=warnings)
         if self._phase == "committing" and self.mesh.rank == 0:
             return SaveProgress("committed", writer.bytes_done, warnings=warnings)
-        # There may be thousands of ranks: each rank's files are gathered once.
+        # There may be thousands of ranks, so each rank's files are only gathered once.
         written = {} if self._files_reported else writer.done["value"]
         files = {name: Fingerprint(**found) for name, found in written.items()}
         return SaveProgress("written", writer.bytes_done, files, warnings=warnings)
 
     def advance(self, everyone: Sequence[SaveProgress | None]) -> str | None:
-        """Handle the `progress` of all ranks; commit when all have written. The same on all ranks.
+        """Handle the `progress` of all ranks, and commit when all of them have written.
 
         Returns:
-            the URI of the checkpoint that has just become complete.
+            the URI of the checkpoint that has just become complete, or None; equal on all ranks.
 
         Raises:
             CheckpointError: `config.checkpoint.failures` saves in a row have failed
-                (CheckpointUnavailable: a retry may succeed).
+                (CheckpointUnavailable if a retry may succeed).
         """
         if self.under_way is None:
             return None
@@ -268,7 +272,7 @@ class CheckpointSaver:
             if reports[0].phase == "failed":
                 self._fail(reports[:1])
         elif all(progress.phase in ("written", "failed") for progress in reports):
-            # Files of a rank that fails early stay while others still write theirs.
+            # If a rank fails early, its files stay until all other ranks have finished writing.
             if any(progress.error for progress in reports):
                 self._fail(reports)
             else:
@@ -276,14 +280,14 @@ class CheckpointSaver:
         return None
 
     def finish(self) -> str | None:
-        """Wait until what was begun is complete. Collective.
+        """Wait until the current save is complete; a collective call.
 
         Returns:
-            the URI of the last complete checkpoint; None: there is none.
+            the URI of the last complete checkpoint, or None.
 
         Raises:
-            CheckpointError: the save that was under way has failed (CheckpointUnavailable: a
-                retry may succeed); the same on all ranks.
+            CheckpointError: the current save has failed (CheckpointUnavailable if a retry may
+                succeed); all ranks raise the same error.
         """
         waiting = self.under_way
         self._await_save()
@@ -292,15 +296,15 @@ class CheckpointSaver:
         return self.uri
 
     def close(self, hurry: bool = False) -> None:
-        """End the writer; a save that is not complete is abandoned.
+        """End the writer and abandon an incomplete save.
 
-        In a hurry it takes seconds, and leaves pending deletions to the next run.
+        With `hurry` this takes seconds and leaves pending deletions to the next run.
         """
         self.under_way = None
         self._release(None if hurry else self._at_most(_LAST_REMOVAL_S))
 
     def _await_save(self) -> None:
-        """Wait for the save that is under way, as the training loop does between its steps."""
+        """Wait for the current save by exchanging progress, as the training loop does per step."""
         while self.under_way is not None:
             everyone: list[Any] = self.mesh.all_gather_object(self.progress(_POLL_S))
             done = sum(progress.bytes_done for progress in everyone if progress is not None)
@@ -310,9 +314,9 @@ class CheckpointSaver:
             self.advance(everyone)
 
     def _await_removals(self, step: int) -> None:
-        """Wait for the writer's pending deletions, before any rank begins to write.
+        """Wait for the writer's pending deletions before any rank begins to write.
 
-        The same step may be saved again: its new files must not be removed with the old ones.
+        If the same step is saved again, its new files must not be removed with the old files.
         """
         if self._writer is None:
             return
@@ -327,27 +331,27 @@ class CheckpointSaver:
         self._writer.poll()
         while self._writer.busy:
             if time.monotonic() > until:
-                self._writer.close(0.0)  # another writer is started
+                self._writer.close(0.0)  # a new writer is started later
                 return
             self._writer.poll(_POLL_S)
             self._alive()
 
     def _at_most(self, seconds: float) -> float:
-        """Bound what rank 0 does alone: to the watchdogs of the others it makes no progress."""
+        """Limit a wait of only rank 0, because the watchdogs of other ranks see no progress."""
         return min(seconds, self.config.train.timeout_seconds / 2)
 
     def _start(self, step: int | None) -> WriterClient:
-        """Start a writer; rank 0's also removes what killed runs, this one's too, have left."""
+        """Start a writer; on rank 0 it also removes leftovers of killed runs and writers."""
         assert self._staging is not None
         writer = WriterClient(self.place, tuple(self._staging.fds.values()))
         if self.mesh.rank == 0:
-            if step is not None:  # other ranks may begin to write it at any moment
+            if step is not None:  # other ranks may begin to write this step at any moment
                 writer.send("protect", step=step)
             writer.send("tidy", owner=self._owner)
         return writer
 
     def _send_write(self) -> None:
-        """Let the writer begin; a new one is started if it has ended."""
+        """Send the write job to the writer; if it has ended, start a new one first."""
         assert self._staging is not None
         if self._writer is None or not self._writer.alive:
             if self._writer is not None:
@@ -361,7 +365,7 @@ class CheckpointSaver:
         self._writer.send("write", step=self.under_way, files=files)
 
     def _commit(self) -> None:
-        """Step 4 of a save: rank 0 completes the checkpoint."""
+        """Run step 4 of a save, in which rank 0 completes the checkpoint."""
         self._phase = "committing"
         if self.mesh.rank != 0:
             return
@@ -380,7 +384,7 @@ class CheckpointSaver:
         if self.mesh.rank == 0:
             assert self._writer is not None
             log.info("checkpoint %s is complete", self.uri)
-            # Nothing waits for it; its warnings come with the replies to the next job.
+            # Nothing waits for this job; its warnings arrive with the replies to the next job.
             keeping = {"keep_last": keep.keep_last, "keep_every": keep.keep_every}
             self._writer.send("retire", step=step, **keeping)
         return self.uri
@@ -395,7 +399,7 @@ class CheckpointSaver:
         self._failure = kind(f"the checkpoint of step {step} could not be written: {reason}")
         if self.mesh.rank == 0 and self._writer is not None and self._writer.alive:
             self._writer.send("remove_torn", step=step)
-            self._writer.poll(_SOON_S)  # usually enough; otherwise the next save waits
+            self._writer.poll(_SOON_S)  # usually sufficient; otherwise the next save waits
         if self._failures >= limit:
             raise kind(
                 f"{self._failure}. That was save {self._failures} in a row to fail "
@@ -406,7 +410,7 @@ class CheckpointSaver:
             log.warning(text, self._failure, self._failures, limit - 1)
 
     def _collect_files(self, reports: Sequence[SaveProgress]) -> None:
-        """Collect the files that ranks report; a report that is not handled here is repeated."""
+        """Collect the reported files; a rank repeats its report until this has handled it."""
         if reports[self.mesh.rank].phase == "written":
             self._files_reported = True
         if self.mesh.rank == 0:
@@ -435,5 +439,5 @@ def _log_warnings(rank: int, warnings: Iterable[str]) -> None:
 
 
 def _by_rank(errors: Sequence[Any]) -> str:
-    """Join the errors of ranks; "" if there is none."""
+    """Return the errors of all ranks as one line, "" if there are none."""
     return "; ".join(f"rank {rank}: {error}" for rank, error in enumerate(errors) if error)

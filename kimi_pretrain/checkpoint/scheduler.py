@@ -1,8 +1,8 @@
-"""When a run is saved, and to what place: the loop's side of `kimi_pretrain.checkpoint`.
+"""Schedules the saves of a run; the interface between the training loop and the checkpoints.
 
-A save begins after the step that it is due at and goes on in the background while the next steps
-are trained; every step's all-gather carries how far each rank is. At a stop, and at the end, it is
-waited for.
+A save begins after the step at which it is due and continues in the background during the next
+steps; the all-gather of every step carries the progress of each rank. When the run stops or ends,
+it waits for the save.
 """
 
 import logging
@@ -28,37 +28,41 @@ log = logging.getLogger("kimi_pretrain.checkpoint.scheduler")
 
 
 class SavedRun(Protocol):
-    """What saving needs of a run."""
+    """Interface of a run that can be saved."""
 
     config: "Config"
     mesh: "Mesh"
     step: int
 
     def tensors(self) -> "dict[str, torch.Tensor]":
-        """Return everything a checkpoint holds, by name."""
+        """Return all tensors of a checkpoint by name."""
         ...
 
     def run_state(self) -> "RunState":
-        """Return what a checkpoint holds besides tensors."""
+        """Return the state of a checkpoint other than tensors."""
         ...
 
     def changes_only_in_update(self, name: str) -> bool:
-        """Whether a tensor changes in the update alone."""
+        """Return whether only the update changes a tensor."""
         ...
 
 
 class CheckpointScheduler:
-    """Saves a run when it is due. All methods but `progress` and `seconds` are collective.
+    """Scheduler that saves a run when a save is due.
+
+    All methods except `progress`, `seconds` and `before_update` are collective.
 
     Args:
-        owner: of the place: this start of the run.
-        watch: called on every progress of a save that is waited for.
-        uri: of the checkpoint that the run goes on from.
-        last_own: the last step of the checkpoints in the place that it has behind it; those of
-            later steps are of another course (docs/RELIABILITY.md).
+        place: location of the checkpoints.
+        owner: owner of the location, for this start of the run.
+        run: the run to save.
+        watch: called with "8 save" when a wait for a save begins and whenever the save progresses.
+        uri: URI of the checkpoint that the run resumed from.
+        last_own: the newest checkpoint step in the location on this run's lineage; checkpoints of
+            later steps belong to an abandoned lineage (docs/RELIABILITY.md).
 
     Attributes:
-        uri: of the last complete checkpoint.
+        uri: URI of the last complete checkpoint.
     """
 
     def __init__(
@@ -75,33 +79,33 @@ class CheckpointScheduler:
         self._saver: CheckpointSaver | None = None
         self._owner = owner
         self._seconds: dict[str, float] = {}
-        # Steps of the last save that began, and of the last that is complete: as the run begins,
-        # nothing is to be saved.
+        # Steps of the last save that began and of the last that is complete. The initial state
+        # counts as saved.
         self._begun_step = self._saved_step = run.step
         if self.config.checkpoint.every is not None:
             self._open()
 
     def progress(self) -> SaveProgress | None:
-        """Return how far this rank is with a save, for the step's all-gather."""
+        """Return this rank's progress with a save, for the all-gather of the step."""
         return self._saver.progress() if self._saver else None
 
     def seconds(self) -> dict[str, float]:
-        """Return what saving took since the last call; see `RankMetrics.save`."""
+        """Return the seconds spent on saves since the last call; see `RankMetrics.save`."""
         found, self._seconds = self._seconds, {}
         return found
 
     def before_update(self) -> None:
-        """Wait until a save that has begun needs the tensors no longer; not collective."""
+        """Wait until a save no longer needs the tensors; not collective."""
         if self._saver is not None and self._saver.is_staging:
             start = time.monotonic()
             self._saver.wait_staged()
             self._add("stall", time.monotonic() - start)
 
     def after_step(self, everyone: Sequence[SaveProgress | None]) -> bool:
-        """Continue the save under way, and begin one if it is due.
+        """Continue the current save, and begin a new save if it is due.
 
         Returns:
-            whether a checkpoint has become complete.
+            True if a checkpoint has become complete.
 
         Raises:
             CheckpointError: too many saves in a row have failed.
@@ -117,10 +121,10 @@ class CheckpointScheduler:
         return self._saved_step != before
 
     def now(self) -> None:
-        """Save the run as it is, unless this step is saved already, and wait until it is complete.
+        """Save the run in its current state, if not yet saved, and wait until this is complete.
 
         Raises:
-            CheckpointError: it could not be saved, after as many attempts as are allowed.
+            CheckpointError: all allowed attempts have failed.
         """
         for left in reversed(range(self.config.checkpoint.failures)):
             if self._saved_step == self.run.step:
@@ -136,7 +140,7 @@ class CheckpointScheduler:
 
     @contextmanager
     def saving_before(self, kind: type[Exception]) -> Iterator[None]:
-        """Save the run before an error of this kind ends it; all ranks must have raised it."""
+        """Save the run before an error of this kind ends it; all ranks must raise the error."""
         try:
             yield
         except kind as error:
@@ -145,12 +149,12 @@ class CheckpointScheduler:
             raise
 
     def finish(self) -> None:
-        """Wait for what is under way, if anything is; CheckpointError: it failed."""
+        """Wait for the current save, if any; raise `CheckpointError` if it failed."""
         if self._under_way():
             self._wait()
 
     def close(self, *, hurry: bool = False) -> None:
-        """End the writer; waits for pending deletions unless `hurry`."""
+        """End the writer, after waiting for pending deletions unless `hurry` is set."""
         if self._saver is not None:
             self._saver.close(hurry=hurry)
 
@@ -166,9 +170,10 @@ class CheckpointScheduler:
         return self._saver
 
     def _abandon_later(self) -> None:
-        """Mark checkpoints as abandoned that are not on the course that the run continues.
+        """Mark checkpoints as abandoned that are not on this run's lineage.
 
-        Before the first save: a run that is killed before it must not come back to them.
+        This happens before the first save, so that a run that is killed earlier does not resume
+        from them.
         """
         with storage_errors(self.place.uri):
             for warning in abandon_later_checkpoints(
@@ -181,7 +186,7 @@ class CheckpointScheduler:
         start = time.monotonic()
         saver = self._saver or self._open()
         saver.begin(self.run.tensors(), self.run.run_state(), self.run.changes_only_in_update)
-        self._note(saver.uri)  # of the save before, which it waited for
+        self._note(saver.uri)  # of the previous save, for which `begin` waited
         self._begun_step = self.run.step
         self._add("stall", time.monotonic() - start)
 
@@ -193,7 +198,7 @@ class CheckpointScheduler:
         self._add("stall", time.monotonic() - start)
 
     def _note(self, uri: str | None) -> None:
-        """Record that the save that began last is complete, if it is."""
+        """If `uri` is a new checkpoint, record that the most recent save is complete."""
         if uri is not None and uri != self.uri:
             assert self._saver is not None
             self.uri, self._saved_step = uri, self._begun_step

@@ -1,9 +1,9 @@
-"""Shards the saving of a checkpoint: which rank writes which tensor, and into which file.
+"""Shards a save: assigns each tensor to a rank that writes it, and to a file.
 
-Pure functions of names and sizes, so that all ranks come to the same plan by themselves. A tensor
-that one rank alone holds (optimizer state, as a rule) is written by that rank. A replicated one is
-written by the holder with the fewest bytes so far, the largest tensor first (`parallel.balance`);
-tensors with few holders come first, because those with many can still even out the loads.
+These are pure functions of names and sizes, so all ranks compute the same plan. A rank that is the
+only holder of a tensor (usually optimizer state) writes it. The holder with the fewest bytes so far
+writes a replicated tensor, the largest tensor first (`parallel.balance`). Tensors with few holders
+are assigned first, because tensors with many holders can still even out the loads.
 """
 
 import json
@@ -17,10 +17,13 @@ Sizes = Mapping[str, int]  # tensor -> bytes
 
 
 def assign_writers(everyone: Sequence[Sizes]) -> dict[str, int]:
-    """Return tensor -> the rank that writes it, from what each rank holds.
+    """Return tensor -> rank that writes it.
+
+    Args:
+        everyone: sizes of the tensors that each rank holds, by rank.
 
     Raises:
-        ValueError: ranks hold tensors of one name and of different sizes.
+        ValueError: a tensor has different sizes on two ranks.
     """
     holders: dict[str, list[int]] = {}
     sizes: dict[str, int] = {}
@@ -38,7 +41,7 @@ def assign_writers(everyone: Sequence[Sizes]) -> dict[str, int]:
 
 
 def split_into_files(sizes: Sizes, limit: int) -> list[list[str]]:
-    """Divide one rank's tensors among files; by name, so that neighbours are read together."""
+    """Divide one rank's tensors among files in name order, so that neighbours share a file."""
     return split_by_size(dict(sorted(sizes.items())), limit)
 
 
@@ -48,7 +51,10 @@ def file_name(rank: int, number: int) -> str:
 
 
 def weight_map(everyone: Sequence[Sizes], limit: int) -> dict[str, str]:
-    """Return tensor -> file of at most `limit` bytes, of the whole job, sorted by tensor."""
+    """Return tensor -> file for the whole job, sorted by tensor.
+
+    A file has at most `limit` bytes, unless it holds one larger tensor.
+    """
     mine: list[dict[str, int]] = [{} for _ in everyone]
     for name, writer in assign_writers(everyone).items():
         mine[writer][name] = everyone[writer][name]
@@ -62,7 +68,7 @@ def weight_map(everyone: Sequence[Sizes], limit: int) -> dict[str, str]:
 
 
 def files_of_rank(weights: Mapping[str, str], rank: int) -> dict[str, list[str]]:
-    """Return file -> its tensors, of the files that one rank writes."""
+    """Return file -> its tensors, for the files that one rank writes."""
     prefix = file_name(rank, 0).rpartition("_")[0] + "_"
     files: dict[str, list[str]] = {}
     for name, file in weights.items():
@@ -72,15 +78,15 @@ def files_of_rank(weights: Mapping[str, str], rank: int) -> dict[str, list[str]]
 
 
 def index_text(weights: Mapping[str, str], total: int) -> str:
-    """Return the text of index.json, as Hugging Face writes it; `total` bytes of tensors."""
+    """Return the text of index.json in Hugging Face's format, for `total` bytes of tensors."""
     return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(weights)}) + "\n"
 
 
 def compressed(sizes: Sizes) -> bytes:
-    """Return sizes in few bytes: names repeat themselves, and every rank receives those of all."""
+    """Return sizes in compressed form; names are repetitive, and every rank receives all sizes."""
     return zlib.compress(json.dumps(dict(sizes)).encode())
 
 
 def decompressed(everyone: Iterable[bytes]) -> list[dict[str, int]]:
-    """Return what `compressed` was given, of all ranks."""
+    """Return the sizes of all ranks from their `compressed` forms."""
     return [json.loads(zlib.decompress(part)) for part in everyone]

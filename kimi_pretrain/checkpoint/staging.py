@@ -1,11 +1,11 @@
-"""Staging: tensors are copied into memory shared with the writer process; all that training pays.
+"""Staging: copies tensors to memory shared with the writer process, the only cost for training.
 
-Each file of a checkpoint is one memfd, laid out as the file will be: a save copies the tensors, the
-header never changes. Memory is kept from save to save: it is as large as this rank's share of a
-checkpoint, and later saves meet no page faults.
+Each file of a checkpoint is one memfd with the layout of the file. A save copies the tensors, while
+the header never changes. The memory is as large as this rank's share of a checkpoint and stays
+allocated between saves, so that later saves have no page faults.
 
-Most tensors change in the update alone. A thread copies them while the step runs up to there
-(`BackgroundCopy`), so that training as a rule does not wait at all.
+Only the update changes most tensors. A thread copies them while the step runs up to the update
+(`BackgroundCopy`), so training usually does not wait at all.
 """
 
 import logging
@@ -38,9 +38,9 @@ class StagingBuffers:
 
     Args:
         files: file -> names of its tensors.
-        tensors: all of them, for their types and shapes.
-        texts: content of other files, which never changes.
-        device: of the tensors; memory is pinned for a CUDA device.
+        tensors: all tensors, for their dtypes and shapes.
+        texts: file -> contents of all other files, which never change.
+        device: device of the tensors; memory is pinned for a CUDA device.
 
     Raises:
         CheckpointError: there is not enough memory.
@@ -79,7 +79,7 @@ class StagingBuffers:
         fd = os.memfd_create(file)
         self.fds[file], self.sizes[file] = fd, size
         try:
-            # Without this a machine that is out of memory would kill the process in the copy.
+            # Reserve the pages now; otherwise a lack of memory would kill the process in the copy.
             os.posix_fallocate(fd, 0, size)
         except OSError as error:
             raise CheckpointError(
@@ -90,7 +90,7 @@ class StagingBuffers:
         return torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
 
     def _pin(self, buffer: Tensor) -> None:
-        """Page-lock it: the device copies into it directly, several times faster."""
+        """Pin a buffer, which makes copies from the device several times faster."""
         failed = _cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
         if int(failed):
             log.warning("memory for checkpoints cannot be pinned (%s): saves stall longer", failed)
@@ -98,7 +98,7 @@ class StagingBuffers:
             self._pinned.append(buffer)
 
     def holds(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether the buffers fit these tensors by name, type and shape."""
+        """Return whether the buffers fit these tensors in name, dtype and shape."""
         return all(
             name in tensors
             and (tensors[name].dtype, tensors[name].shape) == (target.dtype, target.shape)
@@ -109,7 +109,7 @@ class StagingBuffers:
     def copy(
         self, tensors: Mapping[str, Tensor], which: Callable[[str], bool] = lambda name: True
     ) -> None:
-        """Copy the tensors for which `which(name)` is true; they may change when this returns."""
+        """Copy the tensors for which `which(name)` is true; they may change once this returns."""
         streams = set()
         for name, target in self._targets.items():
             if which(name):
@@ -131,7 +131,7 @@ class StagingBuffers:
 
 
 def _layout(names: Iterable[str], tensors: Mapping[str, Tensor]) -> FileLayout:
-    """Lay out a file, wide types first, and then by name."""
+    """Return the layout of a file: wide dtypes first, then by name."""
     found = ((name, tensors[name]) for name in sorted(names))
     try:
         entries = {name: entry_of(name, tensor.shape, tensor.dtype) for name, tensor in found}
@@ -147,10 +147,9 @@ def _cudart() -> Any:
 class BackgroundCopy:
     """A thread that stages tensors, which must not change until `wait` has returned.
 
-    The process may end without waiting for it: on a dead GPU a copy never ends.
-
-    On a CUDA device it uses a stream of its own, which waits for the work queued before it and runs
-    beside the step's own work.
+    The process may exit without waiting for it, because a copy on a dead GPU never ends. On a CUDA
+    device it uses a separate stream, which waits for the work already queued and runs concurrently
+    with the step.
     """
 
     def __init__(
@@ -170,9 +169,9 @@ class BackgroundCopy:
             threads = torch.get_num_threads()
 
         def work() -> None:
-            if threads is None:  # a new thread would open a context on the node's first GPU
+            if threads is None:  # a new thread would create a context on the node's first GPU
                 torch.cuda.set_device(device)
-            else:  # a new thread would begin with one for each core
+            else:  # a new thread would use one torch thread per core
                 torch.set_num_threads(threads)
             with context:
                 buffers.copy(tensors, which)
@@ -187,9 +186,9 @@ class BackgroundCopy:
             else:
                 copied.set_result(None)
 
-        # Not an executor's: those are waited for at exit.
+        # Not an executor, because Python waits for its threads at exit.
         Thread(target=run, name="checkpoint copy", daemon=True).start()
 
     def wait(self) -> None:
-        """Wait until everything is copied. Raises what the copy raised."""
+        """Wait until all tensors are copied; raise any error of the copy."""
         self._copied.result()

@@ -1,7 +1,7 @@
-"""Where checkpoints lie: a folder or an object store, and one checkpoint in it, for reading.
+"""Read access to a checkpoint location (a folder or an object store) and to one checkpoint in it.
 
-`storage_write` writes and removes. A checkpoint exists once its manifest.json does; everything else
-under a step's name is an incomplete save, which is never read.
+`storage_write` writes and removes checkpoints. A checkpoint exists once its manifest.json does;
+without it, a step's folder is an incomplete save, which is never read.
 """
 
 import hashlib
@@ -49,16 +49,16 @@ log = logging.getLogger("kimi_pretrain.checkpoint")
 URI = str | os.PathLike[str]
 PATIENCE_S = 120.0
 
-# What a folder is called while one of the same step takes its place.
+# Suffix of a folder's name while a new checkpoint of the same step replaces it.
 REPLACED = ".replaced"
-_STEP = "step_"  # as all names of checkpoints begin
-_LOOKS = 16  # for manifests, at a time
+_STEP = "step_"  # prefix of all checkpoint names
+_LOOKS = 16  # concurrent checks for manifests
 
 
 class Checkpoint:
-    """One checkpoint folder, read without trust: every name and number in it is checked.
+    """One checkpoint folder, treated as untrusted: every name and number in it is checked.
 
-    May be used from several threads.
+    It is thread-safe.
     """
 
     def __init__(self, files: Files) -> None:
@@ -77,15 +77,15 @@ class Checkpoint:
         """Return the manifest.
 
         Raises:
-            CheckpointError: it is not complete, or its manifest is damaged.
+            CheckpointError: the checkpoint is incomplete, or its manifest is damaged.
         """
         return self._manifest
 
     def manifest_problems(self) -> list[str]:
-        """Return what is damaged of a manifest that is there: one line, or none.
+        """Return the damage of an existing manifest: one line, or none.
 
         Raises:
-            CheckpointError: there is none, or it cannot be read.
+            CheckpointError: the manifest does not exist or cannot be read.
         """
         try:
             self.manifest()
@@ -98,7 +98,7 @@ class Checkpoint:
         return []
 
     def warn_if_unhashed(self) -> None:
-        """Log a warning where the manifest is of a version without a hash of its own."""
+        """Log a warning if an earlier version wrote the manifest without a hash of its values."""
         if not self.manifest().hashed:
             log.warning(
                 "%s: its %s was written without a hash of its own: damage to the step or to the "
@@ -106,17 +106,17 @@ class Checkpoint:
             )  # fmt: skip
 
     def manifest_sha256(self) -> str:
-        """Return the SHA-256 of manifest.json as it is stored. Raises as `manifest`."""
+        """Return the SHA-256 of the bytes of manifest.json; raises like `manifest`."""
         return hashlib.sha256(self._text(MANIFEST, MOST_MANIFEST_BYTES)).hexdigest()
 
     @property
     def step(self) -> int:
-        """Steps done when it was written."""
+        """Number of completed steps at the save."""
         return self.manifest().state.step
 
     @property
     def files(self) -> dict[str, int]:
-        """File -> bytes, as the manifest says, but for the manifest itself."""
+        """File -> bytes according to the manifest, without the manifest itself."""
         return {name: found.bytes for name, found in self.manifest().files.items()}
 
     @cached_property
@@ -141,14 +141,14 @@ class Checkpoint:
         return self._files.read(name, 0, size)
 
     def is_complete(self) -> bool:
-        """Whether there is a manifest, as seen from here at this moment. Raises as `Files`."""
+        """Return whether this rank currently sees a manifest; raises like `Files`."""
         return self._files.size(MANIFEST) is not None
 
     def texts(self) -> dict[str, bytes]:
-        """Return manifest and index as they are stored, for a job's other ranks to `know`.
+        """Return the bytes of manifest and index, which other ranks pass to `know`.
 
         Raises:
-            CheckpointError: there is no manifest, or one of them is of absurd size or missing.
+            CheckpointError: one of the two is missing or oversized.
         """
         return {
             MANIFEST: self._text(MANIFEST, MOST_MANIFEST_BYTES),
@@ -156,18 +156,18 @@ class Checkpoint:
         }
 
     def know(self, texts: Mapping[str, bytes]) -> None:
-        """Use these as manifest and index, and read neither: another rank has read them."""
+        """Use these texts of manifest and index, which another rank has read."""
         self._texts = dict(texts)
 
     def weight_map(self) -> dict[str, str]:
-        """Return tensor -> file. Raises as `manifest`."""
+        """Return tensor -> file; raises like `manifest`."""
         return self._weight_map
 
     def entry(self, name: str) -> TensorEntry:
-        """Return type, shape and place of a tensor.
+        """Return dtype, shape and position of a tensor.
 
         Raises:
-            CheckpointError: there is none of this name, or its file is damaged.
+            CheckpointError: the tensor does not exist, or its file is damaged.
         """
         file = self.weight_map().get(name)
         if file is None:
@@ -180,16 +180,17 @@ class Checkpoint:
         return entry
 
     def header(self, file: str) -> dict[str, TensorEntry]:
-        """Return the tensors of one file, read once."""
+        """Return the tensors of one file; its header is read once."""
         if file not in self._headers:
             self._headers[file] = read_header(self._files, file, self.files[file])
         return self._headers[file]
 
     def read_into(self, name: str, tensor: "Tensor") -> None:
-        """Fill a tensor, on any device, in place.
+        """Fill a tensor on any device in place.
 
         Raises:
-            CheckpointError: no such tensor, another shape or type, or a file that is cut off.
+            CheckpointError: the tensor does not exist or has another shape or dtype, or the file is
+                truncated.
         """
         import torch
 
@@ -210,7 +211,7 @@ class Checkpoint:
                 tensor.detach().copy_(here)
 
     def tensor(self, name: str) -> "Tensor":
-        """Return one tensor on the host. Raises as `read_into`."""
+        """Return one tensor on the host; raises like `read_into`."""
         import torch
 
         entry = self.entry(name)
@@ -224,17 +225,16 @@ class Checkpoint:
         """Read files and compare them with the manifest.
 
         Args:
-            files: names; None: all. The manifest must hold them.
-            progress: called with the bytes that were just read.
+            files: names of files in the manifest; None for all files.
+            progress: called with the number of bytes just read.
 
         Returns:
-            one line for each file that is not as it was written: its name, what was found and what
-            was expected.
+            one line for each damaged file: its name, its actual and its expected state.
 
         Raises:
             CheckpointError: the manifest itself is missing or damaged.
             CheckpointUnavailable, CheckpointUnreadable: a file cannot be read, which is no sign
-                of damage; or the whole checkpoint, known from another rank, is not seen from here.
+                of damage; or this rank does not see a checkpoint that another rank has read.
         """
         expected = self.manifest().files
         problems = []
@@ -266,9 +266,9 @@ class Checkpoint:
 
 
 class Place:
-    """A folder of checkpoints, one a step: where a run saves and finds them.
+    """A location where a run saves and finds checkpoints, with one folder per step.
 
-    `folder` is that of a local or shared place; None: it is an object store.
+    `folder` is the path of a local or shared folder, and None for an object store.
     """
 
     def __init__(
@@ -278,15 +278,17 @@ class Place:
 
     @property
     def store(self) -> "Store":
-        """The object store of a place that is no folder."""
+        """The object store of a location that is not a folder."""
         assert self._store is not None, self.uri
         return self._store
 
     def folders(self) -> list[str]:
-        """Return the names of all folders here that begin with "step_", complete or not, sorted.
+        """Return the sorted names of all folders that begin with "step_", complete or not.
+
+        A location that does not exist has no folders.
 
         Raises:
-            OSError, StoreError: the place cannot be read; where nothing is, it is empty.
+            OSError, StoreError: the location cannot be read.
         """
         if self.folder is None:
             return self.store.list_folders(_STEP)
@@ -299,11 +301,11 @@ class Place:
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, in order.
 
-        An object store is asked for the folders and, of each, for the manifest: to list all files
-        of hundreds of checkpoints takes minutes.
+        In an object store, this lists the folders and checks each for its manifest, because listing
+        all files of hundreds of checkpoints takes minutes.
 
         Raises:
-            OSError, StoreError: the place, or a manifest's place in it, cannot be read.
+            OSError, StoreError: the location or one of its folders cannot be read.
         """
         found = [step for name in self.folders() if (step := step_of(name)) is not None]
         with ThreadPoolExecutor(_LOOKS) as pool:
@@ -311,10 +313,9 @@ class Place:
             return sorted(step for step, whole in zip(found, complete, strict=True) if whole)
 
     def recover(self) -> None:
-        """Restore the name of a folder that a killed run was about to replace by a newer one.
+        """Restore the name of a folder that a killed run was about to replace.
 
-        Only where the place belongs to the caller: in the middle of another run's save it looks the
-        same.
+        The caller must own the location, because another run's save in progress looks the same.
         """
         if self.folder is None:
             return
@@ -324,18 +325,19 @@ class Place:
                 os.replace(self.folder / name, final)
 
     def checkpoint(self, step: int) -> Checkpoint:
-        """Return the checkpoint of a step; nothing is read yet."""
+        """Return the checkpoint of a step, without reading it."""
         if self.folder is not None:
             return Checkpoint(FolderFiles(self.folder / step_name(step)))
         return Checkpoint(StoreFiles(self.store, step_name(step)))
 
     def read_text(self, name: str) -> str | None:
-        """Return the text of a small file beside the checkpoints; None: it is not there.
+        """Return the text of a small file next to the checkpoints, or None if it does not exist.
 
-        Bytes that are no UTF-8 become U+FFFD, so who reads the text tells of the damage by name.
+        Bytes that are not UTF-8 become U+FFFD, so that the parser of the text reports the damage
+        with the name of the file.
 
         Raises:
-            OSError, StoreError: it cannot be read, which does not mean that it is not there.
+            OSError, StoreError: the file cannot be read, though it may exist.
         """
         if self.folder is not None:
             try:
@@ -350,7 +352,7 @@ class Place:
             return None
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a small file beside the checkpoints: readers see the old one or the new one."""
+        """Write a small file next to the checkpoints; readers see the old or the new file."""
         if self.folder is None:
             self.store.put(name, text.encode())
             return
@@ -359,7 +361,7 @@ class Place:
         with partial.open("w") as out:
             out.write(text)
             out.flush()
-            os.fsync(out.fileno())  # or after a loss of power it might be empty
+            os.fsync(out.fileno())  # otherwise the file might be empty after a power failure
         os.replace(partial, self.folder / name)
 
     def close(self) -> None:
@@ -369,14 +371,14 @@ class Place:
 
 
 def open_place(uri: URI, patience: float = PATIENCE_S) -> Place:
-    """Open a folder of checkpoints; nothing is read or made.
+    """Open a checkpoint location, without reading or creating anything.
 
     Args:
-        uri: a path, "file:///folder", or "s3://bucket/prefix" with AWS's own environment variables.
-        patience: seconds without progress after which an object store counts as gone.
+        uri: a path, "file:///folder", or "s3://bucket/prefix" with AWS's environment variables.
+        patience: seconds without progress after which an object store counts as unavailable.
 
     Raises:
-        ValueError: no such kind of URI.
+        ValueError: the kind of URI is not supported.
     """
     text = os.fspath(uri)
     scheme, rest = split_place("checkpoints at", text)
@@ -388,7 +390,7 @@ def open_place(uri: URI, patience: float = PATIENCE_S) -> Place:
 
 
 def open_checkpoint(uri: URI) -> Checkpoint:
-    """Open one checkpoint's folder, or its s3:// URI; nothing is read yet."""
+    """Open one checkpoint by its folder or s3:// URI, without reading it."""
     place = open_place(uri)
     if place.folder is not None:
         return Checkpoint(FolderFiles(place.folder))

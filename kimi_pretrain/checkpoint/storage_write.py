@@ -1,12 +1,12 @@
-"""Where files of checkpoints are written, committed and removed: a folder, or an object store.
+"""Writes, commits and removes checkpoints in a folder or an object store.
 
-Used by the writer process of each rank and by tools; does not import torch.
+The writer process of each rank and several tools use this module; it does not import torch.
 
-In a folder the files of a save lie in `step_x.partial`; rank 0's commit writes manifest.json,
-makes everything durable and renames. In an object store nothing can be renamed: manifest.json is
-the commit. Whoever writes a step again takes the manifest of the earlier one away first.
+In a folder, the files of a save are in `step_x.partial`; rank 0's commit writes manifest.json,
+makes everything durable and renames the folder. An object store has no rename, so writing
+manifest.json is the commit. If a step is written again, the earlier manifest is deleted first.
 
-What is removed stops being a checkpoint before its first file is deleted: a folder is renamed, in
+A removed checkpoint stops being one before its first file is deleted: a folder is renamed, and in
 an object store the manifest is deleted first.
 """
 
@@ -29,21 +29,20 @@ from kimi_pretrain.checkpoint.storage_read import REPLACED, Place
 if TYPE_CHECKING:
     from data_pipeline.store.open import Store
 
-# What marks a checkpoint that a run has left behind by going on from an earlier one: in an object
-# store, and in folders of earlier versions, the manifest's name; in a folder its own.
+# Marks of a checkpoint that was abandoned because its run resumed from an earlier one: the name of
+# the manifest in an object store and in folders of earlier versions, else the name of the folder.
 ABANDONED = "manifest.abandoned.json"
-_ABANDONED = ".abandoned_"  # and a number
-_MARKS = "manifest."  # as MANIFEST and ABANDONED begin
+_ABANDONED = ".abandoned_"  # followed by a number
+_MARKS = "manifest."  # common prefix of MANIFEST and ABANDONED
 _PARTIAL, _LEAVING = ".partial", ".leaving"
-_DELETES = 16  # at a time, in an object store
-_SEEN_S = 30.0  # so long may a shared file system take to show another node's file
+_DELETES = 16  # concurrent deletions in an object store
+_SEEN_S = 30.0  # maximum seconds until a shared file system shows another node's file
 
 
 class ProtectedSteps:
-    """The steps that this run writes or removes itself; they are not tidied up. Thread-safe.
+    """The steps that jobs of this run write or remove, which a clean-up must not touch.
 
-    Whoever tidies up asks here before it removes anything of a step, and never removes one that
-    another job has begun with.
+    The clean-up checks here before it removes files of a step. The class is thread-safe.
     """
 
     def __init__(self) -> None:
@@ -52,13 +51,13 @@ class ProtectedSteps:
         self._removing: int | None = None
 
     def protect(self, step: int) -> None:
-        """Protect a step from now on; waits while something of it is being removed."""
+        """Protect a step from now on, after waiting for a removal of it in progress."""
         with self._changed:
             self._protected.add(step)
             self._changed.wait_for(lambda: self._removing != step)
 
     def is_protected(self, step: int) -> bool:
-        """Whether a step is protected."""
+        """Return whether a step is protected."""
         with self._changed:
             return step in self._protected
 
@@ -66,7 +65,7 @@ class ProtectedSteps:
     def removing(self, step: int) -> Iterator[bool]:
         """Yield whether a step may be removed; if so, `protect` waits for the end of the block.
 
-        One thread alone removes.
+        Only one thread may remove steps.
         """
         with self._changed:
             assert self._removing is None, self._removing
@@ -81,23 +80,23 @@ class ProtectedSteps:
 
 
 class StorageWriter(Protocol):
-    """Writes checkpoints under one place. Files of a step may be written from several threads."""
+    """Writer of checkpoints to one location; several threads may write files of a step."""
 
     def open_step(self, step: int) -> None:
-        """Prepare for files of a step; called first by every process that writes some."""
+        """Prepare to write files of a step; every process that writes some must call it first."""
         ...
 
     def write(self, step: int, name: str, source: StagedFile, on_bytes: OnBytes) -> Fingerprint:
         """Write a file and make it durable.
 
         Raises:
-            CheckpointError: names the file and the reason (CheckpointUnavailable: a retry may
-                succeed).
+            CheckpointError: the write failed; the message names the file and the reason
+                (CheckpointUnavailable if a retry may succeed).
         """
         ...
 
     def commit(self, step: int, manifest: str, files: Iterable[str]) -> str:
-        """Complete a step of which all `files` were written; returns its URI. Raises as `write`."""
+        """Complete a step whose `files` are all written; return its URI. Raises like `write`."""
         ...
 
     def remove(self, step: int) -> None:
@@ -105,27 +104,27 @@ class StorageWriter(Protocol):
         ...
 
     def remove_torn(self, step: int) -> None:
-        """Remove what a save that failed has left of a step."""
+        """Remove the files of a step that a failed save has left."""
         ...
 
     def abandon(self, step: int) -> str:
-        """Mark a complete checkpoint as abandoned; returns where it is now, for a message."""
+        """Mark a complete checkpoint as abandoned; return a message that says where it is kept."""
         ...
 
     def tidy(self, steps: ProtectedSteps) -> None:
-        """Remove what killed runs have left behind, except of protected steps."""
+        """Remove the leftovers of killed runs, except those of protected steps."""
         ...
 
 
 def open_storage_writer(place: Place) -> StorageWriter:
-    """Return the writer of a place."""
+    """Return the writer of a location."""
     if place.folder is not None:
         return FolderWriter(place, place.folder)
     return StoreWriter(place)
 
 
 class FolderWriter:
-    """A local folder, or one that all nodes see."""
+    """Writer to a local folder, or a folder that all nodes see."""
 
     def __init__(self, place: Place, root: Path) -> None:
         self._place, self.root = place, root
@@ -142,7 +141,7 @@ class FolderWriter:
             self._partial(step).mkdir(parents=True, exist_ok=True)
 
     def write(self, step: int, name: str, source: StagedFile, on_bytes: OnBytes) -> Fingerprint:
-        """See `StorageWriter.write`; the hash is computed beside the writing."""
+        """See `StorageWriter.write`; the hash is computed during the write."""
         path = self._partial(step) / name
         with ThreadPoolExecutor(1) as beside, storage_errors(str(path)):
             digest = beside.submit(source.sha256)
@@ -157,15 +156,15 @@ class FolderWriter:
         with storage_errors(str(final)):
             self._wait_until_seen(partial, expected)
             for entry in sorted(partial.iterdir()):
-                if entry.name not in expected:  # of an earlier try with other ranks
+                if entry.name not in expected:  # from an earlier attempt with other ranks
                     entry.unlink()
             write_durably(partial / MANIFEST, memoryview(manifest.encode()), lambda _: None)
             sync_folder(partial)
-            if (final / ABANDONED).is_file():  # of a version that left the name as it was
+            if (final / ABANDONED).is_file():  # from a version that did not rename the folder
                 os.replace(final, self._free_name(step))
             elif final.exists():
                 shutil.rmtree(replaced, ignore_errors=True)
-                os.replace(final, replaced)  # `Place.recover` puts it back if this is the end
+                os.replace(final, replaced)  # `Place.recover` undoes this if the process is killed
             os.replace(partial, final)
             sync_folder(self.root)
         shutil.rmtree(replaced, ignore_errors=True)
@@ -186,7 +185,7 @@ class FolderWriter:
         """See `StorageWriter.remove`."""
         leaving = self.root / f"{step_name(step)}{_LEAVING}"
         shutil.rmtree(leaving, ignore_errors=True)
-        os.replace(self._final(step), leaving)  # it is no checkpoint any more
+        os.replace(self._final(step), leaving)  # from here on it is not a checkpoint
         shutil.rmtree(leaving)
 
     def remove_torn(self, step: int) -> None:
@@ -194,13 +193,13 @@ class FolderWriter:
         shutil.rmtree(self._partial(step), ignore_errors=True)
 
     def abandon(self, step: int) -> str:
-        """See `StorageWriter.abandon`; whole, so that `--resume` can go back to it."""
+        """See `StorageWriter.abandon`; it stays complete, so that `--resume` can still use it."""
         kept = self._free_name(step)
         os.replace(self._final(step), kept)
         return f"kept as {kept}"
 
     def _free_name(self, step: int) -> Path:
-        """Return the first name for an abandoned checkpoint of this step that is not taken."""
+        """Return the first unused name for an abandoned checkpoint of this step."""
         names = (self.root / f"{step_name(step)}{_ABANDONED}{n}" for n in itertools.count(1))
         return next(name for name in names if not name.exists())
 
@@ -213,13 +212,13 @@ class FolderWriter:
                 continue
             with steps.removing(step) as free:
                 if free and folder.suffix == REPLACED and not self._final(step).exists():
-                    os.replace(folder, self._final(step))  # as `Place.recover` does it
+                    os.replace(folder, self._final(step))  # the same as `Place.recover`
                 elif free:
                     shutil.rmtree(folder, ignore_errors=True)
 
 
 class StoreWriter:
-    """A prefix of an object store."""
+    """Writer to a prefix of an object store."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -229,12 +228,12 @@ class StoreWriter:
         return self._place.store
 
     def open_step(self, step: int) -> None:
-        """See `StorageWriter.open_step`; an earlier checkpoint of this step ceases to be one."""
+        """See `StorageWriter.open_step`; this invalidates an earlier checkpoint of this step."""
         with storage_errors(self._store.uri):
             self._store.delete(f"{step_name(step)}/{MANIFEST}")
 
     def write(self, step: int, name: str, source: StagedFile, on_bytes: OnBytes) -> Fingerprint:
-        """See `StorageWriter.write`; large files go up in parts, each checked by the server."""
+        """See `StorageWriter.write`; large files are uploaded in parts that the server checks."""
         key = f"{step_name(step)}/{name}"
         with ThreadPoolExecutor(1) as beside, storage_errors(self._store.uri):
             digest = beside.submit(source.sha256)
@@ -255,7 +254,7 @@ class StoreWriter:
                     f"{self._store.uri}/{prefix}: {len(missing)} files are gone again, first "
                     f"{missing[0]}; does another run save to the same place?"
                 )
-            for name in sorted(found - expected):  # of an earlier try with other ranks
+            for name in sorted(found - expected):  # from an earlier attempt with other ranks
                 self._store.delete(f"{prefix}/{name}")
             self._store.put(f"{prefix}/{MANIFEST}", manifest.encode())
         return f"{self._store.uri}/{prefix}"
@@ -266,22 +265,22 @@ class StoreWriter:
         self.remove_torn(step)
 
     def remove_torn(self, step: int) -> None:
-        """See `StorageWriter.remove_torn`; also after a commit whose reply was lost."""
+        """See `StorageWriter.remove_torn`; also removes a commit whose reply was lost."""
         self._store.delete(f"{step_name(step)}/{MANIFEST}")
         keys = [f"{step_name(step)}/{name}" for name in self._names(step)]
-        with ThreadPoolExecutor(_DELETES) as pool:  # one after the other, thousands take minutes
+        with ThreadPoolExecutor(_DELETES) as pool:  # sequentially, thousands take minutes
             for _ in pool.map(self._store.delete, keys):
                 pass
 
     def abandon(self, step: int) -> str:
-        """See `StorageWriter.abandon`; its files stay until the new course comes to this step."""
+        """See `StorageWriter.abandon`; its files stay until the run reaches this step again."""
         prefix = step_name(step)
         self._store.put(f"{prefix}/{ABANDONED}", self._store.get(f"{prefix}/{MANIFEST}"))
         self._store.delete(f"{prefix}/{MANIFEST}")
         return f"its {MANIFEST} is {ABANDONED} now"
 
     def tidy(self, steps: ProtectedSteps) -> None:
-        """See `StorageWriter.tidy`; also uploads never completed: not listed, but paid for."""
+        """See `StorageWriter.tidy`; also removes incomplete uploads, hidden but billed."""
         from data_pipeline.store.open import S3Store
 
         def is_ours(key: str) -> bool:
@@ -289,12 +288,12 @@ class StoreWriter:
             return step is None or steps.is_protected(step)
 
         if isinstance(self._store, S3Store):
-            # Other ranks may be uploading files: of steps that were protected before they began.
+            # Other ranks may be uploading files, but only of steps that are already protected.
             self._store.remove_uploads("step_", but=is_ours)
         for folder in self._place.folders():
             if (step := step_of(folder)) is None or steps.is_protected(step):
                 continue
-            # Short where it is a checkpoint, as most are; all its files may be thousands.
+            # Most folders are checkpoints. Their marks are few, but all files may be thousands.
             marks = self._store.list(f"{folder}/{_MARKS}")
             if {f"{folder}/{MANIFEST}", f"{folder}/{ABANDONED}"} & set(marks):
                 continue
@@ -308,9 +307,9 @@ class StoreWriter:
 
 
 def abandon_later_checkpoints(place: Place, writer: StorageWriter, step: int) -> list[str]:
-    """Mark checkpoints of later steps as abandoned; returns a warning for each.
+    """Mark checkpoints of later steps as abandoned; return a warning for each.
 
-    The run has left them behind by going on from an earlier one: "latest" must not go back to them.
+    The run has resumed from an earlier checkpoint, so "latest" must not select these any more.
     """
     warnings = []
     for later in (found for found in place.steps() if found > step):
@@ -323,7 +322,7 @@ def abandon_later_checkpoints(place: Place, writer: StorageWriter, step: int) ->
 
 
 def _is_torn(names: Iterable[str]) -> bool:
-    """Whether a step's folder holds files of a checkpoint, and nothing that makes it one."""
+    """Return whether a step's folder only has files of an incomplete checkpoint."""
     found = set(names)
     if found & {MANIFEST, ABANDONED}:
         return False

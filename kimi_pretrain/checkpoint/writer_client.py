@@ -1,4 +1,4 @@
-"""A rank's side of its writer process: starts it, sends it jobs, reads its replies."""
+"""Client of a rank's writer process: starts it, sends it jobs, and reads its replies."""
 
 import json
 import os
@@ -15,24 +15,29 @@ from kimi_pretrain.checkpoint.storage_read import Place
 
 _PATIENCE_S = 10.0
 _TICK_S = 0.5
-# Jobs that nothing waits for; a later run would do them as well.
+# Jobs that nothing waits for, as a later run would also do them.
 _REMOVALS = ("tidy", "retire", "remove_torn")
 _ROOT = Path(__file__).parent.parent.parent
-# Sent to all processes of a job when it has to end: the rank saves then, and needs its writer.
+# Signals that all processes of a job receive when it must end. The rank then saves a checkpoint, so
+# the writer must survive them.
 _BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
 
 
 class WriterClient:
-    """A writer process and its present job; it reads the staging memory's descriptors `fds`.
+    """A writer process and its current job.
+
+    Args:
+        place: location of the checkpoints.
+        fds: descriptors of the staging memory, which the process reads.
 
     Attributes:
-        bytes_done: of the present job.
-        done: {"value": what the job returned}; None while it is under way.
-        failed: why it failed, in one line; None otherwise.
-        transient: whether a retry may succeed: the place does not answer, or the process is gone.
-        tidying: whether it removes what killed runs have left, beside its jobs, as of the last
-            `poll`.
-        warnings: that have come in; who reads them empties the list.
+        bytes_done: bytes written in the current job.
+        done: {"value": result of the job}, or None while it runs.
+        failed: reason of the failure in one line, or None.
+        transient: True if a retry may succeed: the location does not respond, or the process died.
+        tidying: True if, at the last `poll`, the process was removing leftovers of killed runs in
+            addition to its job.
+        warnings: warnings received so far; the reader empties the list.
     """
 
     def __init__(self, place: Place, fds: Sequence[int]):
@@ -45,7 +50,7 @@ class WriterClient:
         path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
         given = [str(os.getpid()), place.uri, str(place.patience)]
         command = [sys.executable, "-m", "kimi_pretrain.checkpoint.writer_process", *given]
-        # Blocked here, they are blocked in the child from its first moment.
+        # The child inherits the mask, so these signals are blocked from its start.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
         try:
             self._process = subprocess.Popen(
@@ -61,23 +66,23 @@ class WriterClient:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The id of the process."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether the process is there."""
+        """True if the process runs."""
         return self._process.poll() is None
 
     @property
     def busy(self) -> bool:
-        """Whether a job is under way."""
+        """True if a job is in progress."""
         return bool(self._job) and self.done is None and self.failed is None
 
     def send(self, do: str, **values: Any) -> None:
-        """Send the process a job, to do after the one before; replies to earlier jobs are dropped.
+        """Send a job, which runs after the previous job; replies to earlier jobs are dropped.
 
-        If the process has ended, the job has failed.
+        If the process has ended, the job fails.
         """
         self._job += 1
         self._job_kind, self.tidying = do, self.tidying or do == "tidy"
@@ -91,16 +96,16 @@ class WriterClient:
             self._on_exit()
 
     def poll(self, seconds: float = 0.0) -> None:
-        """Read the replies of the process; wait up to `seconds` for a job's end."""
+        """Read the replies of the process, and wait up to `seconds` for the end of the job."""
         self._listen(seconds, lambda: self.busy)
 
     def _listen(self, seconds: float, wanted: Callable[[], bool]) -> None:
-        """Read the replies that are there, and for up to `seconds` those to come while `wanted`."""
+        """Read available replies, and wait up to `seconds` for more while `wanted` returns True."""
         assert self._process.stdout is not None
         if self._process.stdout.closed:
             return
         fd, until = self._process.stdout.fileno(), time.monotonic() + seconds
-        # select.select takes no descriptor above 1023; rank 0 has thousands.
+        # select.select does not accept descriptors above 1023, and rank 0 has thousands.
         answers = select.poll()
         answers.register(fd, select.POLLIN)
         while answers.poll(1000 * max(0.0, until - time.monotonic()) if wanted() else 0):
@@ -115,11 +120,11 @@ class WriterClient:
     def close(
         self, patience: float | None = None, alive: Callable[[], None] = lambda: None
     ) -> None:
-        """End the process; files that are being written are lost. Closing twice is fine.
+        """End the process and drop unfinished files; may be called more than once.
 
         Args:
-            patience: seconds to wait for pending deletions; None: a few.
-            alive: called while waiting.
+            patience: seconds to wait for pending deletions; None for 10.
+            alive: called repeatedly during the wait.
         """
         if self._process.stdout is None or self._process.stdout.closed:
             return
@@ -161,7 +166,7 @@ class WriterClient:
 
     def _on_exit(self) -> None:
         self.tidying = False
-        if not self.busy:  # it had no job left
+        if not self.busy:  # no job is lost
             return
         code = self._process.wait()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"

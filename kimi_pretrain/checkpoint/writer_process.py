@@ -1,14 +1,14 @@
-"""The process beside each rank that writes its checkpoints.
+"""Writer process that writes the checkpoints of one rank.
 
     python -m kimi_pretrain.checkpoint.writer_process PARENT PLACE PATIENCE
 
-Files to write come as descriptors of memory that the rank has filled (`staging`), jobs as lines of
-JSON on stdin; replies go to stdout in the same way. So training goes on while files are hashed and
-written, and no bytes are copied between the two. It does not import torch: it starts in an instant
-and takes little memory.
+It inherits descriptors of memory that the rank fills (`staging`), receives jobs as lines of JSON on
+stdin, and sends replies to stdout in the same format. Training therefore continues while files are
+hashed and written, and no bytes are copied between the two processes. The process does not import
+torch, so it starts quickly and needs little memory.
 
-    {"do": "tidy", "id", "owner"}    starts tidying up, which goes on beside other jobs
-    {"do": "protect", "id", "step"}  tidying leaves this step alone; all jobs with a step imply it
+    {"do": "tidy", "id", "owner"}    starts a clean-up, which runs concurrently with other jobs
+    {"do": "protect", "id", "step"}  excludes a step from the clean-up; implied by jobs with a step
     {"do": "write", "id", "step", "files": [{"name", "fd", "bytes"}]}
     {"do": "commit", "id", "step", "manifest", "files", "owner"}
     {"do": "retire", "id", "step", "keep_last", "keep_every"}
@@ -47,17 +47,17 @@ from kimi_pretrain.checkpoint.storage_write import (
     open_storage_writer,
 )
 
-_FILES = 2  # written at a time: while one waits for the disk, the other is hashed
-_NICE = 10  # training goes first
+_FILES = 2  # concurrent files: while one waits for the disk, the other is hashed
+_NICE = 10  # training has priority
 _PR_SET_PDEATHSIG = 1
 
 
 class WriterProcess:
-    """Does one job after the other; tidies up in a thread beside them.
+    """Worker that runs one job after the other, and the clean-up in a separate thread.
 
     Args:
-        place: where checkpoints are written.
-        reply: sends values to the rank; called from several threads.
+        place: location of the checkpoints.
+        reply: sends replies to the rank; called from several threads.
     """
 
     def __init__(self, place: Place, reply: "Replies"):
@@ -67,7 +67,7 @@ class WriterProcess:
         self._steps = ProtectedSteps()
 
     def do(self, job: dict[str, Any]) -> Any:
-        """Carry out one job; returns its value."""
+        """Run one job and return its result."""
         if job["do"] == "tidy":
             return threading.Thread(target=self._tidy, args=(job["owner"],), daemon=True).start()
         self._steps.protect(job["step"])
@@ -102,7 +102,7 @@ class WriterProcess:
         return self._sources[fd]
 
     def _retire(self, job: dict[str, Any]) -> None:
-        """Remove checkpoints that need not be kept; rename those of later steps as abandoned."""
+        """Remove checkpoints that need not be kept, and mark those of later steps as abandoned."""
         step = job["step"]
         for warning in abandon_later_checkpoints(self._place, self._storage, step):
             self._reply.send(warning=warning)
@@ -114,15 +114,15 @@ class WriterProcess:
 
     def _tidy(self, owner: Sequence[str] | None) -> None:
         def tidy() -> None:
-            check_owner(self._place, owner)  # what is torn may be another run's save under way
+            check_owner(self._place, owner)  # incomplete files may be another run's current save
             self._storage.tidy(self._steps)
 
-        with suppress(BrokenPipeError):  # the rank is gone, or needs this process no longer
+        with suppress(BrokenPipeError):  # the rank has ended, or has closed this process
             self._try("tidying up", tidy)
             self._reply.send(tidied=True)
 
     def _try(self, what: str, action: Any) -> None:
-        """Do what a save does not depend on; an error becomes a warning."""
+        """Run an action that no save depends on; an error becomes a warning."""
         try:
             action()
         except Exception as error:
@@ -130,13 +130,15 @@ class WriterProcess:
 
 
 def check_owner(place: Place, owner: Sequence[str] | None) -> None:
-    """Refuse a place that belongs to another run, or to another start of this one.
+    """Refuse a location that belongs to another run, or to another start of this run.
 
-    Two may have claimed it at once, as where a run's folder was copied to another cluster. A place
-    without owner.json passes: the file may have been removed on purpose. So does `owner` None.
+    Two runs may have claimed it at once, for example if a run's folder was copied to another
+    cluster. A location without owner.json passes, because the file may have been removed on
+    purpose; `owner` None also passes.
 
     Raises:
-        CheckpointError: names the other one (CheckpointUnavailable: the place does not answer).
+        CheckpointError: the location has another owner, whom the message names
+            (CheckpointUnavailable if the location does not respond).
     """
     if owner is None:
         return
@@ -147,14 +149,14 @@ def check_owner(place: Place, owner: Sequence[str] | None) -> None:
 
 
 class Replies:
-    """Sends replies, lines of JSON, to the rank. May be used from several threads."""
+    """Thread-safe sender of replies, lines of JSON, to the rank."""
 
     def __init__(self, fd: int):
         self._fd, self._lock = fd, threading.Lock()
         self.job = 0
 
     def send(self, **values: Any) -> None:
-        """Send a reply to the present job."""
+        """Send a reply to the current job."""
         line = json.dumps({"id": self.job, **values}).encode() + b"\n"
         with self._lock:
             while line:
@@ -166,7 +168,7 @@ class Replies:
 
 
 def serve(lines: Iterable[str], place: Place, reply: Replies) -> None:
-    """Carry out jobs until there are no more lines."""
+    """Run jobs until there are no more lines."""
     writer: WriterProcess | None = None
     for line in lines:
         job = json.loads(line)
@@ -183,12 +185,13 @@ def serve(lines: Iterable[str], place: Place, reply: Replies) -> None:
 
 
 def die_with(parent: int) -> None:
-    """Let this process be killed when its rank ends, however that ends.
+    """Make the kernel kill this process when its rank ends for any reason.
 
-    The signal is sent when the thread that started this process ends; the rank's main thread does.
+    The signal is sent when the thread that started this process ends, which is the rank's main
+    thread.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the line above
+    if os.getppid() != parent:  # the rank ended before the call above
         os._exit(1)
 
 
@@ -202,14 +205,14 @@ def main() -> None:
     die_with(parent)
     os.nice(_NICE)
     logging.basicConfig(level=logging.WARNING, format="checkpoint writer: %(message)s")
-    # Anything printed goes to stderr, so that it cannot mix with the replies.
+    # Redirect prints to stderr, so that they cannot mix with the replies.
     answers = os.dup(1)
     os.dup2(2, 1)
     try:
         serve(sys.stdin, open_place(uri, patience), Replies(answers))
     except BrokenPipeError:
-        os._exit(1)  # the rank is gone
-    os._exit(0)  # threads of a store may still wait
+        os._exit(1)  # the rank has ended
+    os._exit(0)  # do not wait for threads of a store
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Phase 4: the language model under Megatron-Core's own pipeline schedule, used untouched.
+"""Runs the language model (phase 4) under Megatron-Core's unmodified pipeline schedule.
 
-`build_backbone` is the recipe: the steps that turn the configuration into this rank's chunks.
-`Backbone.train_step` runs forward and backward of all microbatches. On the first stage the
-embeddings of a microbatch's media are scattered over the media-pad positions as a leaf tensor
-(`_embed`); after the schedule the leaf's `.grad` is what goes back to the encoder. One leaf per
-microbatch: a single leaf would cost a full-size zero gradient each time.
+`build_backbone` turns the configuration into this rank's chunks. `Backbone.train_step` runs forward
+and backward of all microbatches. On the first stage, `_embed` scatters the vision embeddings of a
+microbatch over the media-pad positions as a leaf tensor; after the schedule, the encoder receives
+the leaf's `.grad`. Each microbatch has its own leaf, because with a single leaf every microbatch
+would produce a full-size zero gradient.
 
-Everything that comes out is a sum over tokens: losses, parameter gradients, leaf gradients. They
-are divided once, in `kimi_pretrain.update` (`calculate_per_token_loss` makes them sums).
+All results (losses, parameter gradients, leaf gradients) are sums over tokens, because
+`calculate_per_token_loss` is set. They are divided once, in `kimi_pretrain.update`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -45,30 +45,30 @@ def build_backbone(
 ) -> "Backbone":
     """Build this rank's part of the language model; the order of the steps matters.
 
-    Expert, tensor and context parallelism are inside Megatron-Core's modules, by their
-    configuration and process groups; pipeline parallelism is which layers a chunk holds. `fill`
-    gives all tensors values in the place of `Backbone.initialise`, where these do not matter.
+    Expert, tensor and context parallelism happen inside Megatron-Core's modules, controlled by
+    their configuration and process groups; pipeline parallelism decides which layers a chunk holds.
+    `fill` replaces `Backbone.initialise` where the values of the weights do not matter.
     """
-    check_kind(config)  # here, not where a dry run passes: it needs none of the kernels
+    check_kind(config)  # not in `build_chunks`, because a dry run needs none of the kernels
     if config.train.fp8_storage and (problem := fp8_problem(mesh.device)) is not None:
         raise ConfigError(f"train.fp8_storage=true {problem}")
     attention = kind_of(config)
     engine = engine_config(config, attention)  # sizes, layout, kernels, in Megatron-Core's terms
-    chunks = build_chunks(config, engine, attention)  # this stage's, one per virtual stage
+    chunks = build_chunks(config, engine, attention)  # one chunk per virtual stage of this rank
     for chunk in chunks:
         chunk.to(mesh.device)
     if "language_model" in config.train.frozen:
-        freeze(chunks)  # before gradient buffers: frozen parameters get none
+        freeze(chunks)  # before gradient buffers, as frozen parameters have none
     backbone = Backbone(config, mesh, engine, chunks)
-    (fill or Backbone.initialise)(backbone)  # by name: the same weights in every layout
+    (fill or Backbone.initialise)(backbone)  # seeded by name: equal weights in all layouts
     backbone.add_gradient_buffers()
-    backbone.apply_memory_policy()  # after all that may put a parameter into another storage
+    backbone.apply_memory_policy()  # after every step that may move a parameter to new storage
     backbone.connect_schedule()
     return backbone
 
 
 def freeze(chunks: Iterable[nn.Module]) -> None:
-    """Take all parameters, and the routing biases, out of training."""
+    """Exclude all parameters and the routing biases from training."""
     for chunk in chunks:
         chunk.requires_grad_(False)
         for module in chunk.modules():
@@ -82,8 +82,8 @@ class BackboneResult:
 
     Attributes:
         loss_sum: summed token losses, 0-d fp64.
-        losses: of the tokens of each microbatch, [1, own tokens].
-        outputs: for a forward without labels, what `collect` returned for each microbatch.
+        losses: token losses of each microbatch, [1, own tokens].
+        outputs: for a forward without labels, the result of `collect` for each microbatch.
     """
 
     loss_sum: Tensor
@@ -92,18 +92,19 @@ class BackboneResult:
 
 
 class Backbone:
-    """This rank's chunks of the language model; made by `build_backbone`.
+    """This rank's chunks of the language model; built by `build_backbone`.
 
-    Gradients accumulate in Megatron-Core's fp32 buffers (fp64 for fp64 parameters). Summing them
-    over replicas is the optimizer's work: `reduction` is called for every tensor as soon as its
-    gradient is complete, while the last backward pass is still running. Under tensor parallelism
-    full tensors exist only after it, and the sums begin then.
+    Gradients accumulate in Megatron-Core's fp32 buffers (fp64 for fp64 parameters). The optimizer
+    sums them over replicas: `reduction` is called for every tensor as soon as its gradient is
+    complete, while the last backward pass is still running. Under tensor parallelism, full tensors
+    exist only after the backward pass, so the sums start then.
 
     Attributes:
-        reduction: needed by `train_step` where the model is trained.
-        trainable: False where `train.frozen` names the language model: its parameters have no
-            gradients and its routing biases stay, but gradients pass through to the vision leaves.
-        full_params: the full tensors of which tensor-parallel ranks hold slices.
+        reduction: sums the gradients; `train_step` requires it if the model is trainable.
+        trainable: False if `train.frozen` names the language model. Its parameters then have no
+            gradients and its routing biases do not change, but gradients still pass through to the
+            vision leaves.
+        full_params: full versions of the tensors that tensor-parallel ranks hold in slices.
     """
 
     def __init__(
@@ -145,22 +146,22 @@ class Backbone:
         ]
 
     def apply_memory_policy(self) -> None:
-        """Say what becomes of the tensors that the backward pass needs; see docs/MEMORY.md."""
+        """Apply the policy for saved activations to all chunks; see docs/MEMORY.md."""
         train, device = self.config.train, self.mesh.device
         host = HostMemory(device, int(train.offload_min_mib * 2**20)) if train.offload else None
-        # A row that ranks share is put together again in the backward pass, whatever is configured.
+        # Under context parallelism the row is always recomputed, whatever `train.recompute` says.
         kinds = [*train.recompute, "row"] if self.mesh.num_cp > 1 else train.recompute
         self.policy = Policy(kinds, fp8=train.fp8_storage, host=host)
         for chunk in self.chunks:
             apply(self.policy, chunk.modules(), chunk.parameters())
 
     def connect_schedule(self) -> None:
-        """Choose Megatron-Core's pipeline schedule and set the functions that it calls."""
+        """Choose Megatron-Core's pipeline schedule and set its callbacks."""
         self.schedule = get_forward_backward_func()
         no_sync = [model.no_sync for model in self.models]
         self.engine.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-        # Called without a token count it puts tensor-parallel ranks' gradients of norms together
-        # and updates the routing biases, but does not divide: the one divisor is in the update.
+        # Without a token count, `finalize_model_grads` sums the norm gradients of tensor-parallel
+        # ranks and updates the routing biases, but does not divide; `kimi_pretrain.update` does.
         self.engine.finalize_model_grads_func = lambda model, num_tokens=None, **kwargs: (
             finalize_model_grads(model, None, **kwargs)
         )
@@ -168,11 +169,11 @@ class Backbone:
         self.engine.moe_grad_scale_func = lambda: torch.tensor([self._aux_scale], dtype=wide)
 
     def views(self, *, buffers: bool = False) -> Iterator[View]:
-        """Yield every tensor of the checkpoint that this rank holds, whole; see `param_names`."""
+        """Yield the full checkpoint tensors that this rank holds; see `param_names`."""
         yield from map(self.full_params.of, self._slices(buffers=buffers))
 
     def _slices(self, *, buffers: bool = False) -> Iterator[View]:
-        """Yield the same as views of the model's own parameters."""
+        """Yield the same tensors as views of the model's own parameters, which may be slices."""
         mesh = self.mesh
         local = self.config.model.language.num_experts // mesh.num_expert_ranks
         tp = dict(tp_rank=mesh.tp_rank, num_tp=mesh.num_tp)
@@ -182,12 +183,12 @@ class Backbone:
     def train_step(self, microbatches: list[Microbatch], aux_scale: float) -> BackboneResult:
         """Run forward and backward of all microbatches and sum gradients over replicas (phase 4).
 
-        When this returns, the sums are on the tensors' owners, where `reduction` brings them.
+        When this returns, `reduction` has placed each sum on the rank that owns the tensor.
 
         Args:
-            microbatches: this replica's, in order.
-            aux_scale: loss tokens / tokens of the global batch. Megatron-Core weighs the routers'
-                balance loss by tokens; this makes its share of the divided gradient exact.
+            microbatches: the microbatches of this replica, in order.
+            aux_scale: loss tokens / tokens of the global batch. Megatron-Core weights the routers'
+                balance loss by tokens; this factor makes its share of the divided gradient exact.
         """
         self.full_params.copy_to_model()
         for model in self.models:
@@ -204,9 +205,9 @@ class Backbone:
         return self._summed(found)
 
     def undo_routing_biases(self) -> None:
-        """Restore the routing biases of before the step, whose update was skipped.
+        """Restore the routing biases from before the step, because its update was skipped.
 
-        Megatron-Core moves them inside the schedule, before the gradient is known to be finite.
+        Megatron-Core updates them inside the schedule, before the gradient is known to be finite.
         """
         for bias, before in self._biases:
             bias.copy_(before)
@@ -219,7 +220,7 @@ class Backbone:
 
     @torch.no_grad()
     def losses(self, microbatches: list[Microbatch]) -> list[Tensor]:
-        """Run the forward alone; returns what `BackboneResult.losses` holds after a step."""
+        """Run only the forward pass and return the losses, as in `BackboneResult.losses`."""
         self.full_params.copy_to_model()
         for model in self.models:
             model.eval()
@@ -227,7 +228,7 @@ class Backbone:
 
     @torch.no_grad()
     def evaluate(self, microbatches: list[Microbatch], collect) -> BackboneResult:
-        """Run the forward alone; `collect(logits [1, tokens, vocab])` on the last stage."""
+        """Run only the forward pass; the last stage calls `collect(logits [1, tokens, vocab])`."""
         self.full_params.copy_to_model()
         for model in self.models:
             model.eval()
@@ -253,28 +254,30 @@ class Backbone:
                     yield module.layer_number - 1, module
 
     def grad_of(self, view: View) -> Tensor:
-        """Return the gradient of one tensor, a view into the buffer; after a step the sum over the
-        replicas, where `reduction` brought it. The backbone must be `trainable`.
+        """Return the gradient of one tensor, as a view into the buffer.
+
+        After a step it is the sum over the replicas if this rank owns the tensor. The backbone must
+        be `trainable`.
         """
         if view.name in self.full_params.grads:
             return self.full_params.grads[view.name]
         return view.of(view.param.main_grad)  # type: ignore[attr-defined]
 
     def gradient_order(self) -> list[str]:
-        """Return the names of all trained tensors in the order in which the last backward pass
-        completes their gradients: the last chunk first, and each from its end.
+        """Return the names of all trained tensors in the order of their complete gradients.
 
-        Tensors of one parameter stay in their own order, in which they lie in memory.
+        The last backward pass completes the last chunk first, and each chunk from its end. Tensors
+        of one fused parameter keep their order in memory.
         """
         if not self.trainable:
             return []
         return [name for names in reversed(self._names.values()) for name in names]
 
     def sum_groups(self) -> dict[str, dist.ProcessGroup]:
-        """Return the ranks whose gradients add up, for "dense" and "expert" tensors.
+        """Return the process groups that sum gradients of "dense" and "expert" tensors.
 
-        Tensor-parallel ranks have the same whole gradient of a dense tensor, so each has a group of
-        its own with its peers in other replicas.
+        All tensor-parallel ranks have the same full gradient of a dense tensor, so the dense group
+        of a rank contains only the ranks with the same tensor-parallel index.
         """
         return {
             "dense": parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -288,14 +291,15 @@ class Backbone:
         return names
 
     def _complete(self, param: nn.Parameter) -> None:
-        # Under tensor parallelism a parameter is a slice, or a norm of which every rank has a part.
+        # Under tensor parallelism the gradient of a parameter is not complete yet: it is a slice,
+        # or, for a norm, a partial sum.
         if self.reduction is not None and self.mesh.num_tp == 1:
             for name in self._names[param]:
                 self.reduction.ready(name)
 
     def _all_complete(self) -> None:
-        # Before the collectives of `finalize_model_grads` on other groups of the same ranks: all
-        # ranks must issue all collectives in one order.
+        # Launch before `finalize_model_grads` issues collectives on other groups of the same ranks:
+        # all ranks must issue all collectives in the same order.
         if self.reduction is not None and self.mesh.num_tp == 1 and self.trainable:
             self.reduction.launch_rest()
 
@@ -323,8 +327,8 @@ class Backbone:
     def _forward_step(
         self, microbatches: Iterator[Microbatch], model, return_schedule_plan: bool = False
     ):
-        # With overlapped experts the schedule asks for a plan of the forward pass, of the bare
-        # chunk, and runs it layer by layer between the layers of another's backward pass.
+        # With overlapped experts, the schedule passes the unwrapped chunk, requests a plan of its
+        # forward pass, and interleaves its layers with another microbatch's backward pass.
         batch = next(microbatches)
         forward = model.build_schedule_plan if return_schedule_plan else model
         return self.forward(batch, model, batch.labels, forward), partial(
@@ -336,7 +340,7 @@ class Backbone:
         return logits, lambda logits, non_loss_data: collect(logits)
 
     def forward(self, batch: Microbatch, model, labels: Tensor | None, forward=None):
-        """Return what `forward` (the model by default) makes of a microbatch."""
+        """Return the output of `forward` (by default the model) for a microbatch."""
         chunk = getattr(model, "module", model)
         embedded = self._embed(batch, chunk) if chunk.pre_process else None
         return (forward or model)(
@@ -350,28 +354,28 @@ class Backbone:
         )
 
     def _embed(self, batch: Microbatch, chunk) -> Tensor:
-        """Return [tokens of this rank's part, 1, hidden]: text embeddings with the vision leaves in
-        their places. Under tensor parallelism the text embeddings arrive scattered over the parts.
+        """Return text embeddings with the vision leaf inserted, [tokens of this part, 1, hidden].
 
-        The embedding is called even for rows of media alone: otherwise its gradient would never be
+        Under tensor parallelism the text embeddings are already scattered over the parts. The
+        embedding is called even for rows without text; otherwise its gradient would never be
         reported as complete.
         """
         embedded = chunk.embedding(input_ids=batch.tokens, position_ids=None)
         if not self.trainable and torch.is_grad_enabled():
-            # With or without media here, every rank runs the backward: others wait in it.
+            # Every rank must run the backward pass, even without media, because it has collectives.
             embedded.requires_grad_()
         vision = batch.leaf if batch.media is None else batch.media()
         if vision is None:
             return embedded
         flat = rearrange(embedded, "t 1 h -> t h")
-        # An offloaded leaf lies in host memory: its gradient will, too.
+        # An offloaded leaf is in host memory, and so is its gradient.
         flat = flat.index_copy(0, batch.leaf_positions, vision.to(flat, non_blocking=True))
         return rearrange(flat, "t h -> t 1 h")
 
 
 def _sum_loss(loss_mask: Tensor, losses: Tensor):
-    """Return (sum of the token losses that count, their number, what to remember)."""
+    """Return (sum of the unmasked token losses, their count, results to keep)."""
     counted = (losses * loss_mask).sum()
-    # Copies: the combined schedule frees the storages of this node's inputs on CUDA.
+    # Copy, because the combined schedule frees the storage of this node's inputs on CUDA.
     found = {"loss_sum": counted.detach().double().clone(), "losses": losses.detach().clone()}
     return counted, loss_mask.sum().int(), found

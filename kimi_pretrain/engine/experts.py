@@ -1,6 +1,6 @@
-"""The routed experts of one rank as one grouped product, the same code on CPU and GPU.
+"""Routed experts of one rank as a grouped matrix product, with the same code on CPU and GPU.
 
-`torch.nn.functional.grouped_mm` multiplies each expert's tokens with that expert's matrix in one
+`torch.nn.functional.grouped_mm` multiplies each expert's tokens by that expert's matrix in one
 call. The weights are 3-D, [experts, out, in], so that one expert's slice is exactly the matrix of
 the Hugging Face checkpoint.
 
@@ -30,32 +30,32 @@ def grouped_linear(x_TI: Tensor, weight_EOI: Tensor, tokens_E: Tensor) -> Tensor
     Args:
         x_TI: [tokens, in], sorted by expert.
         weight_EOI: [experts, out, in].
-        tokens_E: how many tokens each expert has, integers [experts]; zero is fine.
+        tokens_E: number of tokens of each expert, integers [experts]; may be zero.
 
     Returns:
         [tokens, out].
     """
     known = (torch.bfloat16,) if x_TI.is_cuda else (torch.bfloat16, torch.float32)
-    if x_TI.dtype not in known:  # the kernel has no fp64, and on CUDA is specified for bf16 alone
+    if x_TI.dtype not in known:  # the kernel lacks fp64, and CUDA only specifies bf16
         return grouped_linear_reference(x_TI, weight_EOI, tokens_E)
     ends_E = tokens_E.cumsum(0).to(device=x_TI.device, dtype=torch.int32)
     y_TO = F.grouped_mm(x_TI, rearrange(weight_EOI, "e o i -> e i o"), offs=ends_E)
     if y_TO.requires_grad:
-        # The CPU kernel's backward refuses expanded gradients (a broadcast sum's, for example).
+        # The CPU kernel's backward rejects expanded gradients, such as the gradient of a sum.
         y_TO.register_hook(torch.Tensor.contiguous)
     return y_TO
 
 
 def grouped_linear_reference(x_TI: Tensor, weight_EOI: Tensor, tokens_E: Tensor) -> Tensor:
-    """Return the same by a loop over experts: the plain twin."""
+    """Return the same result with a plain loop over experts."""
     runs = x_TI.split(tokens_E.tolist())
     return torch.cat([run @ weight.T for run, weight in zip(runs, weight_EOI, strict=True)])
 
 
 class GroupedExperts(Saves, MegatronModule):
-    """SwiGLU experts of this rank, for the `experts` place of Megatron-Core's MoE layer.
+    """SwiGLU experts of this rank; the `experts` submodule of Megatron-Core's MoE layer.
 
-    `gate_up` [E, 2F, H] holds the gate projection above the up projection; `down` is [E, H, F].
+    `gate_up` [E, 2F, H] holds the gate projection, then the up projection; `down` is [E, H, F].
     """
 
     def __init__(self, num_local_experts, config, *, pg_collection=None, name=None):
@@ -66,8 +66,9 @@ class GroupedExperts(Saves, MegatronModule):
 
     def _weight(self, experts: int, out: int, inner: int) -> nn.Parameter:
         weight = nn.Parameter(torch.empty(experts, out, inner, dtype=self.config.params_dtype))
-        # False sends the gradient to the expert-data-parallel group: other expert-parallel ranks
-        # hold other experts, and tensor-parallel ranks, which the dense group leaves out, the same.
+        # False reduces the gradient over the expert-data-parallel group. The dense group would be
+        # wrong: its expert-parallel ranks hold other experts, and it lacks the tensor-parallel
+        # ranks, which hold copies of these experts.
         config = self.config
         weight.allreduce = (
             config.expert_model_parallel_size * config.tensor_model_parallel_size == 1
@@ -75,55 +76,56 @@ class GroupedExperts(Saves, MegatronModule):
         return weight
 
     def forward(self, x_TH: Tensor, tokens_E: Tensor, probs_T: Tensor) -> tuple[Tensor, None]:
-        """Return [tokens, hidden] weighted by the router, and no bias.
+        """Return the output weighted by the router, [tokens, hidden], and None for the bias.
 
         Args:
             x_TH: dispatched tokens, sorted by local expert.
-            tokens_E: tokens of each local expert.
+            tokens_E: number of tokens of each local expert.
             probs_T: the router's weight of each token.
         """
         policy = self.policy
         with policy.saving():
             x_TH = policy.squeezed(x_TH)
             gate_up_TF = policy.squeezed(grouped_linear(x_TH, self.gate_up, tokens_E))
-            # The weight multiplies before the down projection: linear, so the same, and F < H.
+            # The down projection is linear, so weighting its input is exact, and cheaper as F < H.
             inner_TF = policy.remade("swiglu", swiglu, gate_up_TF, probs_T)
             return grouped_linear(inner_TF, self.down, tokens_E), None
 
     def backward_dw(self) -> None:
-        """Weight gradients are not split from the backward here."""
+        """Do nothing: these experts do not delay their weight gradients."""
 
 
 class ExpertLayer(MoELayer):
-    """Megatron-Core's MoE layer, keeping the places of the tokens that are sent and no others.
+    """Megatron-Core's MoE layer, saving only the indices of dispatched tokens.
 
-    To put tokens into the order of experts it sorts all places of tokens x experts and saves the
-    first of them as a view, which holds all: with K2's 384 experts 3,072 bytes a token for 64.
+    To order tokens by expert, Megatron-Core sorts the whole tokens x experts map and saves a view
+    of its first entries, which keeps the whole result alive: with K2's 384 experts this is 3,072
+    bytes a token where 64 suffice.
     """
 
     def preprocess(self, *args, **kwargs):
-        """Return tokens in the order of experts, and their weights."""
+        """Return the tokens ordered by expert, and their weights."""
         with trimmed():
             return super().preprocess(*args, **kwargs)
 
 
 class PaddingAwareRouter(Saves, TopKRouter):
-    """Megatron-Core's router, counting real tokens only, and those of all ranks that share a row.
+    """Megatron-Core's router, counting only real tokens, over all ranks that share a row.
 
-    0.19.2 combines its flat padding mask [tokens] with the routing map [tokens, experts] without
-    the missing axis, which fails for any batch with padding. Its balance loss is weighed by the
-    ranks that share the row times the tokens that it takes for this rank's, and these are the row's
-    already: the count was summed in place.
+    Two bugs of 0.19.2 are corrected. It combines its flat padding mask [tokens] with the routing
+    map [tokens, experts] without adding the missing axis, which fails for any batch with padding.
+    It also multiplies the balance loss by the number of ranks that share the row and by their token
+    count, which was summed over these ranks in place and is already the count of the whole row.
 
     Attributes:
-        padding_of_plan: padding of the microbatch whose plan runs, bool [1, tokens], None outside a
-            schedule; read where the schedule gives no mask, see `language_model`.
+        padding_of_plan: padding of the microbatch whose plan runs, bool [1, tokens]; None outside a
+            schedule. Used if the schedule passes no mask; see `language_model`.
     """
 
     padding_of_plan: Tensor | None = None
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None, *args, **kwargs):
-        """Return probabilities and the routing map, both [tokens, experts].
+        """Return the probabilities and the routing map, both [tokens, experts].
 
         Args:
             input: [tokens, 1, hidden].
@@ -137,15 +139,15 @@ class PaddingAwareRouter(Saves, TopKRouter):
     def _apply_seq_aux_loss(
         self, probs, scores_for_aux_loss, routing_map, seq_length, bsz, with_padding_mask=False
     ):
-        """Attach the balance loss of the row, times its real tokens, to the probabilities.
+        """Attach the row's balance loss, times its number of real tokens, to the probabilities.
 
-        The counts are those of the whole row, the scores this rank's: the gradients of the ranks
-        add up to the row's.
+        The counts cover the whole row and the scores only this rank's tokens, so the gradients of
+        the ranks add up to the gradient of the row.
 
         Args:
-            probs: of the chosen experts, [tokens, experts]; returned as they are.
+            probs: probabilities of the chosen experts, [tokens, experts]; returned unchanged.
             scores_for_aux_loss, routing_map: [tokens, experts], zero at padding.
-            seq_length, bsz: of this rank; rows are laid end to end, so `bsz` is 1.
+            seq_length, bsz: sizes on this rank; rows are laid end to end, so `bsz` is 1.
         """
         coefficient = self.get_aux_loss_coeff("seq_aux_loss")
         if coefficient == 0:
@@ -154,7 +156,7 @@ class PaddingAwareRouter(Saves, TopKRouter):
         counts_E = routing_map.sum(dim=0)
         if self.tp_cp_group.size() > 1:
             dist.all_reduce(counts_E, group=self.tp_cp_group)
-        # A row may be all padding, where tombstones took its samples out: its loss is 0, not 0 / 0.
+        # If tombstones removed all samples of a row, it is all padding and its loss must be 0.
         tokens = (counts_E.sum() / self.topk).clamp(min=1)
         loss = switch_load_balancing_loss_func(
             probs=scores_for_aux_loss,

@@ -1,22 +1,24 @@
-"""Core attention by Transformer Engine's fused kernels (`train.attention: transformer_engine`).
+"""Core attention with Transformer Engine's fused kernels (`train.attention: transformer_engine`).
 
-The kernel is Megatron-Core's `TEDotProductAttention`, asked for the largest logit of each head
-(`return_max_logit`), so no second pass over the keys is needed here either. Megatron-Core's own
-clip stays unused: of its two switches we take the one that only records.
+The kernel is Megatron-Core's `TEDotProductAttention` with `return_max_logit`, which returns the
+largest logit of each head without a second pass over the keys. Megatron-Core's own QK-Clip stays
+off; only its switch that records the maxima is set.
 
-What the kernel wants, read from the sources of Megatron-Core 0.19.2 and Transformer Engine 2.20:
+Properties of the kernel, according to the sources of Megatron-Core 0.19.2 and Transformer Engine
+2.20:
 
-- packed rows as documents with room behind them (`document_borders`); before version 2.14 maxima
-  were taken over that room too, which nothing had been written to;
-- fp16 or bf16, and cuDNN 9.21: with an older one, maxima come from its unfused attention alone,
-  which holds whole logit matrices and refuses rows with padding (`kimi_pretrain.attention.choice`
-  refuses all this before a run);
-- values as wide as queries: Megatron-Core pads them and cuts the output. On Hopper it would take
-  them as they are, which has not been run;
-- maxima are handed over rounded to the type of the output: in bf16 those near 100 come in steps of
-  a half, so a head may be clipped from 99.75 on or go unclipped up to 100.25 for a step.
+- It takes packed rows as documents followed by padding (`document_borders`). Before version 2.14,
+  the maxima included the uninitialised memory of that padding.
+- It needs fp16 or bf16, and cuDNN 9.21. With an older cuDNN, only the unfused attention returns
+  maxima; it materialises whole logit matrices and rejects rows with padding
+  (`kimi_pretrain.attention.choice` refuses all this before a run).
+- It needs values as wide as queries; Megatron-Core pads the values and cuts the output. On Hopper
+  it would accept narrower values, which has not been run.
+- It rounds maxima to the dtype of the output. In bf16, values near 100 have steps of one half, so a
+  head may be clipped from 99.75 on, or stay unclipped up to 100.25 for one step.
 
-Not run by us: there was no machine with Transformer Engine. docs/MUONCLIP.md says what is tested.
+This code has not been run, for lack of a machine with Transformer Engine; docs/MUONCLIP.md lists
+what is tested.
 """
 
 import torch
@@ -28,12 +30,12 @@ from kimi_pretrain.engine.packed_attention import PackedCoreAttention, PackedRow
 
 
 class FusedCoreAttention(PackedCoreAttention):
-    """Core attention of `PackedCoreAttention`'s kind that lets Transformer Engine do the work."""
+    """Core attention that calls Transformer Engine."""
 
     pads_values = True
 
     def __init__(self, config, layer_number, softmax_scale, pg_collection, **rest):
-        # Here, because without Transformer Engine the name is a stand-in of Megatron-Core's.
+        # Imported here, because without Transformer Engine Megatron-Core defines only a stub.
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
         super().__init__(config, layer_number, softmax_scale, pg_collection)
@@ -43,15 +45,15 @@ class FusedCoreAttention(PackedCoreAttention):
             AttnMaskType.padding_causal,
             rest["attention_type"],
             softmax_scale=softmax_scale,
-            # Its attention builds one for other architectures first, without widths, and drops it.
+            # MLA first builds a core attention without widths, which it then discards.
             k_channels=rest.get("k_channels"),
-            v_channels=rest.get("k_channels"),  # it pads the values of packed rows
+            v_channels=rest.get("k_channels"),  # Megatron-Core pads the values of packed rows
             cp_comm_type=rest["cp_comm_type"],
             pg_collection=pg_collection,
         )
 
     def prepare(self, rows: PackedRows, device: torch.device) -> PackedSeqParams:
-        """Return the rows as the kernel takes them."""
+        """Return the rows in the kernel's format."""
         return kernel_rows(rows.documents, device)
 
     def attend(
@@ -60,21 +62,21 @@ class FusedCoreAttention(PackedCoreAttention):
         """Return the output [tokens, heads * v dim] and the largest logits [heads of this rank]."""
         mask = AttnMaskType.padding_causal
         out = self.kernel(q_TND, k_RND, v_RNV, None, mask, packed_seq_params=prepared)
-        # The kernel's own memory would keep growing through evaluations; ours is in the base class.
+        # The base class records maxima; the kernel's own record would also include evaluations.
         max_N, self.kernel.current_max_attn_logits = self.kernel.current_max_attn_logits, None
         return out, max_N.float()
 
 
 def kernel_rows(documents: tuple[list[int], list[int]], device: torch.device) -> PackedSeqParams:
-    """Return the borders of documents as Transformer Engine takes them.
+    """Return document borders in Transformer Engine's format.
 
     Args:
         documents: from `document_borders`.
-        device: of the attention.
+        device: device of the attention.
     """
     ends, begins = documents
     longest = max(end - start for start, end in zip(ends[:-1], ends[1:]))
-    # Each size is a kernel to build: a power of two leaves a handful over a run.
+    # Each size compiles another kernel; powers of two keep this to a handful per run.
     size = 1 << max(longest - 1, 0).bit_length()
     borders, room = (torch.tensor(places, dtype=torch.int32, device=device) for places in documents)
     return PackedSeqParams(
@@ -85,7 +87,7 @@ def kernel_rows(documents: tuple[list[int], list[int]], device: torch.device) ->
         cu_seqlens_kv_padded=room,
         max_seqlen_q=size,
         max_seqlen_kv=size,
-        # Said rather than left to be found: that would wait for the device, and miss padding that
-        # is at the end of the row alone.
+        # Set explicitly: the kernel's own check would synchronise with the device and would miss
+        # padding that is only at the end of the row.
         pad_between_seqs=ends != begins,
     )

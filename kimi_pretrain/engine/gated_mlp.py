@@ -1,6 +1,6 @@
-"""Megatron-Core's dense and shared MLPs with our SwiGLU, which saves its input alone.
+"""Megatron-Core's dense and shared MLPs with our SwiGLU, which saves only its input.
 
-Their tensor parallelism is Megatron-Core's: the projections are its linear layers.
+The projections are Megatron-Core's linear layers, which implement tensor parallelism.
 """
 
 from megatron.core.transformer.mlp import MLP
@@ -15,7 +15,7 @@ class DenseMlp(Saves, MLP):
     """The SwiGLU MLP of layers without experts."""
 
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_):
-        """Return [tokens, 1, hidden], and no bias."""
+        """Return the output [tokens, 1, hidden], and None for the bias."""
         assert per_token_scale is None, "weights of tokens are those of routed experts"
         policy = self.policy
         with policy.saving():
@@ -24,4 +24,4 @@ class DenseMlp(Saves, MLP):
 
 
 class SharedExperts(SharedExpertMLP, DenseMlp):
-    """The experts that every token passes; its `forward` calls that of `DenseMlp`."""
+    """The shared experts, which process every token; `forward` calls `DenseMlp.forward`."""

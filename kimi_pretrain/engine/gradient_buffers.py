@@ -1,9 +1,9 @@
-"""Megatron-Core's gradient buffers; the sums over replicas are the caller's.
+"""Megatron-Core's gradient buffers without its reduction over replicas, which the caller does.
 
-Its DDP lays all gradients of a kind into one fp32 buffer and accumulates each microbatch's; that is
-used as it is. Its all-reduce would bring every gradient to every rank, where only one updates the
-tensor, and its reduce-scatter cuts the buffer at arbitrary bytes (`docs/decisions/002`). So this
-class reports each gradient as it becomes complete, and when the last one must be.
+Megatron-Core's DDP accumulates all gradients of a kind in one fp32 buffer, which is used unchanged.
+Its all-reduce would send every gradient to every rank, though only one rank updates the tensor, and
+its reduce-scatter cuts the buffer at arbitrary bytes (`docs/decisions/002`). `GradientBuffers`
+therefore calls back when a gradient is complete, and again when all of them are.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,33 +16,34 @@ from torch import nn
 
 
 class Reduction(Protocol):
-    """Sums gradients over replicas; `kimi_pretrain.optim.reduce` has the one that is used."""
+    """Sum of gradients over replicas; implemented in `kimi_pretrain.optim.reduce`."""
 
     def ready(self, name: str) -> None:
-        """Called when a tensor's gradient is complete on this rank; may start its sum."""
+        """Mark a tensor's gradient as complete on this rank, and possibly start its sum."""
 
     def launch_rest(self) -> None:
-        """Called once all gradients are complete; starts the remaining sums."""
+        """Start the remaining sums; called once all gradients are complete."""
 
     def finish(self) -> None:
-        """Wait until the sums are on the tensors' owners."""
+        """Wait until the tensors' owners have the sums."""
 
 
 class GradientBuffers(DistributedDataParallel):
     """A model chunk whose gradients accumulate in buffers, without sums over replicas.
 
-    Megatron-Core's schedules run all but a chunk's last microbatch inside `config.no_sync_func`:
-    without pipelining a plain `with`, under 1F1B entered before the first and left before the last
-    backward pass, and with virtual stages left for the one backward pass of each chunk that is its
-    last (all chunks' contexts at once, but only this chunk goes backward then).
+    Megatron-Core's schedules run all but a chunk's last microbatch inside `config.no_sync_func`.
+    Without pipelining this is a plain `with`. Under 1F1B the context is entered before the first
+    backward pass and left before the last. With virtual stages it is left for the last backward
+    pass of each chunk: the schedule leaves the contexts of all chunks at once, but only this chunk
+    runs backward then.
 
     Args:
-        config: of the chunk.
+        config: Megatron-Core's configuration of the chunk.
         module: the chunk.
-        fp32: gradients collect in fp32 whatever the parameters are; else in their own dtype.
+        fp32: accumulate gradients in fp32 for any parameter dtype; if False, in that dtype.
         complete: called with each parameter in the last microbatch's backward pass, once its
             gradient is in the buffer.
-        rest: called when the schedule is over, before Megatron-Core's own collectives on gradients
+        rest: called at the end of the schedule, before Megatron-Core's own collectives on gradients
             (of tensor-parallel ranks' norms) and routing biases.
     """
 
@@ -63,7 +64,7 @@ class GradientBuffers(DistributedDataParallel):
         self._is_last_microbatch = False
 
     def zero_grad_buffer(self) -> None:
-        """Zero the buffers. Until a schedule leaves `no_sync`, no microbatch is the last."""
+        """Zero the buffers; no microbatch counts as the last until a schedule leaves `no_sync`."""
         super().zero_grad_buffer()
         self._is_last_microbatch = False
 
@@ -71,23 +72,23 @@ class GradientBuffers(DistributedDataParallel):
     def no_sync(self) -> Iterator[None]:
         """Mark the microbatches before the last.
 
-        Not with `finally`: a forward-only schedule drops the context without leaving it, and the
-        garbage collector may close it inside a later step.
+        There is no `finally`, because a forward-only schedule drops the context without leaving it,
+        and the garbage collector may close it during a later step.
         """
         self._is_last_microbatch = False
         yield
         self._is_last_microbatch = True
 
     def start_grad_sync(self, *unused) -> None:
-        """Do nothing: the sums are the caller's."""
+        """Do nothing, because the caller sums gradients."""
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Report that all gradients are complete; called by `finalize_model_grads`."""
         self._rest()
 
     def _make_backward_post_hook(self, param: nn.Parameter) -> Callable[..., None]:
-        # A hook of our own would run before 0.19.2's has added the gradient to the buffer, or
-        # after, depending on the kind of hook: so this one runs right behind it.
+        # Wrap the hook of 0.19.2: whether a separate hook runs after it has added the gradient to
+        # the buffer depends on the kind of hook.
         collect = super()._make_backward_post_hook(param)
 
         def hook(*unused) -> None:

@@ -1,14 +1,14 @@
-"""Lets go of the values that a pipeline schedule holds after a forward pass and never reads.
+"""Frees the storage of tensors that a pipeline schedule holds after a forward pass but never reads.
 
-Megatron-Core keeps the tensor that a chunk received until its backward pass, and the plan of a
-microbatch in the combined schedule (`layout.overlap_experts`) what goes into and comes out of each
-of its nodes: the inputs for their gradients, the outputs as roots of a graph. What needs no
-gradient's place but values is saved by autograd. So where saved tensors wait elsewhere
-(`train.offload`), or nothing saves them, these references alone would keep the storages: two
-residuals and the shared experts' output of every layer and microbatch.
+Megatron-Core keeps the tensor that a chunk received until the chunk's backward pass. In the
+combined schedule (`layout.overlap_experts`), the plan of a microbatch also keeps the inputs of each
+node, for their gradients, and its outputs, as roots of the graph. The values that the backward pass
+reads are saved by autograd. If autograd saved them elsewhere (`train.offload`) or did not save them
+at all, only these references keep the storage alive: two residuals and the shared experts' output
+for every layer and microbatch.
 
-A tensor that was hollowed keeps its shape, its place in the graph and its gradient. A reader of its
-values gets NaN, so that one that nobody thought of is seen in the first loss or gradient norm.
+A hollowed tensor keeps its shape, graph node and gradient. Its values read as NaN, so an unexpected
+reader shows up in the first loss or gradient norm.
 """
 
 import math
@@ -24,23 +24,23 @@ from torch import Tensor
 
 
 def hollow(tensor: Tensor) -> None:
-    """Let the storage of a tensor go; its shape, type, graph and gradient stay, its values are NaN.
+    """Free the storage of a tensor; its shape, dtype, graph and gradient stay, its values are NaN.
 
-    As wide as before, not of one number as in Megatron-Core: a leaf's gradient is laid out as the
-    leaf is.
+    Unlike Megatron-Core, which leaves a single element, this keeps the full shape, because a leaf's
+    gradient has the layout of the leaf.
     """
-    # This stream may be still at work with memory that belongs to another one.
+    # The current stream may still use this memory, which another stream allocated.
     tensor.record_stream(torch.cuda.current_stream())
     tensor.data = tensor.new_full((), math.nan).expand(tensor.shape)
 
 
 def release_behind_layers(plan: TransformerModelChunkSchedulePlan, offloaded: bool) -> None:
-    """Have a plan let go, behind each layer's forward pass, of what is needed no more.
+    """Make a plan free tensors after each layer's forward pass once they are not needed.
 
     Args:
-        plan: of one microbatch, which has not run.
-        offloaded: whether autograd's own references are to other memory; if not, the residuals are
-            what it saves, and stay.
+        plan: plan of one microbatch, which has not run yet.
+        offloaded: True if autograd's saved tensors are in host memory; if not, the residuals are
+            its saved tensors, and they stay.
     """
     previous: ScheduleNode = plan.pre_process
     for number in range(plan.num_layers()):
@@ -56,11 +56,11 @@ def release_behind_layers(plan: TransformerModelChunkSchedulePlan, offloaded: bo
 
 
 def _behind(node: ScheduleNode, release) -> None:
-    """Call `release` behind a node's forward pass, which comes once."""
+    """Call `release` after a node's forward pass, which runs once."""
     run = node.forward
 
     def forward(*inputs):
-        # That of its class again: this one would have the node hold itself.
+        # Restore the method of the class: this closure would make the node reference itself.
         node.__dict__.pop("forward", None)
         out = run(*inputs)
         release()
@@ -70,15 +70,15 @@ def _behind(node: ScheduleNode, release) -> None:
 
 
 def _mark_as_sent(node: ScheduleNode) -> None:
-    """Tell the allocator that the stream of communication sends a chunk's output, freed then."""
+    """Record the communication stream on a chunk's output, which is freed after the send."""
     if isinstance(node.output, Tensor):
         node.output.record_stream(get_comm_stream())
 
 
 def _release_shared(layer: TransformerLayerSchedulePlan) -> None:
-    """Let the shared experts' output go, which was added: nothing saves it."""
+    """Free the shared experts' output: it has been added to the residual and is not saved."""
     node = layer.pre_dispatch_computation
-    for tensor in (*node.detached[1:], *node.before_detached[1:]):  # behind the residual
+    for tensor in (*node.detached[1:], *node.before_detached[1:]):  # all but the residual
         hollow(tensor)
 
 
@@ -88,9 +88,9 @@ def _release_residuals(
     previous: ScheduleNode,
     dense: bool,
 ) -> None:
-    """Let go of the layer's input, the residual in its middle, and the shared experts' output.
+    """Free the layer's input, its middle residual, and the shared experts' output.
 
-    Its own output is still to be read.
+    The layer's own output is read later.
     """
     node = layer.pre_dispatch_computation
     plan.state.decoder_input = None  # it may be a view of the first layer's input

@@ -1,13 +1,13 @@
-"""Runs Megatron-Core 0.19.2 on a host without CUDA: every patch, each with its reason.
+"""Patches Megatron-Core 0.19.2 to run on a host without CUDA.
 
-Megatron-Core assumes CUDA in about twenty places. On a machine that has CUDA `enable()` patches
-nothing at all. Elsewhere it makes `torch.cuda` answer for the host: one in-order stream, the CPU
-as current device, the default generator as the device's. Several of these patches are process
-wide; that is the price of using the engine unmodified, and why they are all in this file.
+Megatron-Core assumes CUDA in about twenty places. On a machine with CUDA, `enable()` patches
+nothing. On other machines it makes `torch.cuda` describe the host: one in-order stream, the CPU as
+current device, the default generator as the device's generator. Several patches affect the whole
+process, because Megatron-Core itself is used unmodified, so all of them are in this file.
 
-The exact version is pinned: another version of Megatron-Core is refused, because a patch that no
-longer fits could be silently wrong. tests/dist/test_layouts.py guards what the patches touch: the
-same losses in every layout.
+The exact version is pinned: other versions of Megatron-Core are refused, because a patch that no
+longer fits could be silently wrong. tests/dist/test_layouts.py checks the patched code: losses must
+be the same in every layout.
 """
 
 import contextlib
@@ -29,29 +29,29 @@ _enabled = False
 
 
 class _Stream:
-    """A stand-in for CUDA streams and events: the host has one stream, and it is in order."""
+    """Replacement for CUDA streams and events; the host has one in-order stream."""
 
     def __init__(self, *args, **kwargs):
         pass
 
     def wait_stream(self, stream):
-        """Nothing to wait for: work on the host is in order."""
+        """Do nothing, because host work is in order."""
 
     def wait_event(self, event):
-        """Nothing to wait for: work on the host is in order."""
+        """Do nothing, because host work is in order."""
 
     def record_event(self, event=None):
-        """Return an event that has already happened."""
+        """Return an event that is already complete."""
         return event or _Stream()
 
     def record(self, stream=None):
-        """Nothing to record."""
+        """Do nothing, because host work is in order."""
 
     def wait(self, stream=None):
-        """Nothing to wait for."""
+        """Do nothing, because host work is in order."""
 
     def synchronize(self):
-        """Nothing to wait for."""
+        """Do nothing, because host work is synchronous."""
 
     @staticmethod
     def priority_range():
@@ -60,7 +60,7 @@ class _Stream:
 
 
 class _AbsentModule(types.ModuleType):
-    """Stands in for triton: attributes and decorators resolve, nothing in it ever runs."""
+    """Stub for triton: attributes and decorators resolve, but no kernel ever runs."""
 
     __version__ = "3.4.0"
     __path__: list[str] = []
@@ -75,13 +75,14 @@ class _AbsentModule(types.ModuleType):
 
 
 def enable() -> torch.device:
-    """Prepare this process for `import megatron.core`; call it before that import.
+    """Prepare this process for `import megatron.core`; must be called before that import.
 
-    Returns the device that models live on: the current CUDA device, or the CPU.
+    Returns:
+        the device for models: the current CUDA device, or the CPU.
 
     Raises:
-        ImportError: another version of Megatron-Core is installed than the one pinned here, or
-            Transformer Engine on a host without CUDA.
+        ImportError: the installed version of Megatron-Core is not the pinned one, or Transformer
+            Engine is installed on a host without CUDA.
     """
     global _enabled
     if (found := version("megatron-core")) != MEGATRON_VERSION:
@@ -109,8 +110,8 @@ def enable() -> torch.device:
 @contextlib.contextmanager
 def _stand_in_for_triton() -> Iterator[None]:
     # transformer/moe/ops/paged_stash.py imports triton unconditionally, only to define kernels
-    # that a host never launches. The stand-in is gone again before anything of torch looks for
-    # triton: found, it would be used.
+    # that a host never launches. The stub is removed before torch looks for triton, because torch
+    # would use it.
     if importlib.util.find_spec("triton") is not None:
         yield
         return
@@ -130,13 +131,13 @@ def _stand_in_for_triton() -> Iterator[None]:
 def _patch_torch_cuda() -> None:
     cuda, host, stream = torch.cuda, torch.device("cpu"), _Stream()
     generator = torch.default_generator
-    # `device=torch.cuda.current_device()` is how Megatron-Core says "here".
+    # Megatron-Core passes `device=torch.cuda.current_device()` to place tensors.
     cuda.current_device = lambda: host  # type: ignore[assignment]
     cuda.synchronize = lambda *args, **kwargs: None
     cuda.current_stream = lambda *args, **kwargs: stream  # type: ignore[assignment]
     cuda.Stream, cuda.Event = _Stream, _Stream  # type: ignore[assignment]
     cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment]
-    # Recompute saves and restores "the device's" generator: on a host that is the default one.
+    # Recompute saves and restores the device's generator, which is the default one on a host.
     cuda.get_rng_state = lambda *args, **kwargs: generator.get_state()
     cuda.manual_seed = generator.manual_seed  # type: ignore[assignment]
 
@@ -144,10 +145,11 @@ def _patch_torch_cuda() -> None:
 def _patch_tensors() -> None:
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment]
     torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[assignment]
-    # `with torch.device(...)` takes note of the factories at its first use: be that before they are
-    # patched, or it sets no device, and a dry run fills an encoder of 471 million numbers.
+    # `with torch.device(...)` records the factories at its first use. This must happen before they
+    # are patched: otherwise the context sets no device, and a dry run initialises an encoder of 471
+    # million parameters.
     _device_constructors()
-    # Tensor factories are called with the literal device="cuda" and with pin_memory.
+    # Megatron-Core calls tensor factories with the literal device="cuda" and with pin_memory.
     for name in _FACTORIES:
         setattr(torch, name, _on_host(getattr(torch, name)))
 
@@ -163,15 +165,15 @@ def _on_host(factory):
 
 
 def _patch_megatron() -> None:
-    # Its jit_fuser is torch.compile, applied while its modules are imported; on a host that would
-    # start a C++ compiler for tiny functions. torch.compile itself is put back afterwards.
+    # Megatron-Core applies its jit_fuser, which is torch.compile, when its modules are imported; on
+    # a host that would start a C++ compiler for tiny functions.
     compile_, torch.compile = torch.compile, lambda function=None, *args, **kwargs: function
     try:
         from megatron.core import jit
     finally:
         torch.compile = compile_
     jit.disable_jit_fuser()
-    from megatron.core.transformer.moe import paged_stash  # noqa: F401  # while triton "is there"
+    from megatron.core.transformer.moe import paged_stash  # noqa: F401  # while the stub exists
 
     generator = torch.default_generator
     from megatron.core.tensor_parallel import random
@@ -180,11 +182,11 @@ def _patch_megatron() -> None:
     random._get_cuda_rng_state = lambda *args, **kwargs: generator.get_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: generator.set_state(state)
     if not hasattr(random, "FP8GlobalStateManager"):
-        # Output-discarding recompute uses names that exist only with Transformer Engine.
+        # Recompute that discards outputs uses names that exist only with Transformer Engine.
         random.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
         random.activation_recompute_forward = lambda *args, **kwargs: contextlib.nullcontext()
         random.fp8_autocast = random.activation_recompute_forward
-    # Split sizes of the expert all-to-all must be lists of ints for gloo.
+    # gloo needs the split sizes of the expert all-to-all on the host.
     move = token_dispatcher.maybe_move_tensor_to_cpu
 
     def to_host(tensor, as_numpy=False, record_stream=False):

@@ -1,12 +1,12 @@
-"""Megatron-Core's language model, with its loss in float64 where its parameters are, and with
-padding told to the routers in the combined schedule.
+"""Megatron-Core's language model with a float64 loss for float64 parameters and with the padding
+mask passed to the routers in the combined schedule.
 
-Megatron-Core's cross entropy rounds the logits to float32 whatever their type is: the losses of two
-layouts were 1e-8 apart where every gradient agreed to 1e-13.
+Megatron-Core's cross entropy rounds logits of any dtype to float32. Because of this, the losses of
+two layouts differed by 1e-8 though every gradient agreed to 1e-13.
 
 Its combined 1F1B (`layout.overlap_experts`) calls the routers without the padding mask
-(models/gpt/fine_grained_callables.py): balance loss and routing biases would count padding, without
-an error. Router gradients were off by up to 1.7%.
+(models/gpt/fine_grained_callables.py), so balance loss and routing biases would silently count
+padding. Router gradients were off by up to 1.7%.
 """
 
 import torch
@@ -22,10 +22,10 @@ from kimi_pretrain.memory.saved import Saves
 
 
 class LanguageModel(Saves, GPTModel):
-    """Megatron-Core's `GPTModel`; the plain schedule in float32 and bfloat16 is as it was."""
+    """Megatron-Core's `GPTModel`, unchanged for the plain schedule in float32 and bfloat16."""
 
     def forward(self, *args, **kwargs):
-        """Return what the base class does."""
+        """Return the base class's output, and free the offloaded stage input."""
         out = super().forward(*args, **kwargs)
         if self._offloaded and torch.is_grad_enabled() and not self.pre_process:
             hollow(self.decoder.input_tensor)
@@ -38,8 +38,8 @@ class LanguageModel(Saves, GPTModel):
     def build_schedule_plan(self, *args, padding_mask: Tensor, **kwargs):
         """Return the plan of one microbatch for the combined schedule.
 
-        The schedule runs the plan's forward pass before it asks for the chunk's next plan, so one
-        mask a router is enough.
+        The schedule runs the plan's forward pass before it requests the chunk's next plan, so one
+        mask per router is enough.
 
         Args:
             padding_mask: True at padding, bool [1, tokens of this rank's part].
@@ -52,7 +52,7 @@ class LanguageModel(Saves, GPTModel):
         return plan
 
     def forget_plans(self) -> None:
-        """Take the mask from the routers when a schedule has ended: it is of no other tokens."""
+        """Clear the routers' masks after a schedule, because they fit only its tokens."""
         for module in self.modules():
             if isinstance(module, PaddingAwareRouter):
                 module.padding_of_plan = None
@@ -62,10 +62,10 @@ class LanguageModel(Saves, GPTModel):
 
         Args:
             labels: [1, tokens].
-            logits: [tokens, 1, this rank's part of the vocabulary].
+            logits: [tokens, 1, vocabulary of this rank].
         """
         if logits.dtype != torch.float64:
             return super().compute_language_model_loss(labels, logits)
-        # Whole on every rank: float64 is for comparing small models, so this may take memory.
+        # Every rank gathers the full logits; float64 serves to compare small models, so they fit.
         whole = gather_from_tensor_model_parallel_region(logits, group=self.tp_group)
         return F.cross_entropy(rearrange(whole, "t b v -> b v t"), labels, reduction="none")

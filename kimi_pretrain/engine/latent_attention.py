@@ -1,13 +1,14 @@
-"""Multi-head latent attention in Megatron-Core: what its local spec lacks for packed rows that
-several ranks share, and its up-projections as one computation that may be done again.
+"""Multi-head latent attention in Megatron-Core for packed rows that several ranks share, with
+up-projections that can be recomputed.
 
-Under sequence parallelism a rank applies norms and small projections to the tokens of its part and
-holds their weights whole: the mark `sequence_parallel` has Megatron-Core sum their gradients over
-the tensor-parallel ranks.
+Under sequence parallelism, a rank applies norms and small projections to its part of the tokens and
+holds their full weights. The attribute `sequence_parallel` makes Megatron-Core sum the gradients of
+these weights over the tensor-parallel ranks.
 
-Under context parallelism the ranks gather latents, not keys and values: in K2 576 numbers a token
-where these are 20,480. Each rank projects the row's latents up for its own queries, a few heads at
-a time, and again for the backward pass; docs/MEMORY.md, docs/decisions/008-latents.md.
+Under context parallelism, the ranks gather latents instead of keys and values: in K2, 576 numbers
+per token instead of 20,480. Each rank up-projects the row's latents for its own queries, a few
+heads at a time, and recomputes this in the backward pass; see docs/MEMORY.md and
+docs/decisions/008-latents.md.
 
 Shape suffixes: T tokens of this rank, R tokens of the row, L width of latent and rotary key.
 """
@@ -33,14 +34,15 @@ from kimi_pretrain.memory.saved import Saves
 
 
 class RestartingRotary(nn.Module):
-    """Rotary angles of tokens by their positions, which start over in each segment.
+    """Rotary angles computed from token positions, which restart at 0 in each segment.
 
-    Megatron-Core keeps a table of angles for each number of positions that it was asked for, up to
-    32, and the longest document of a microbatch is as long as it is: 2.1 GB at 262,144 positions.
-    A row of a table is its position times one frequency a dimension, so none is needed.
+    Megatron-Core caches a table of angles for each requested number of positions, up to 32 tables.
+    The number requested is the length of a microbatch's longest document, which varies, so this
+    would take 2.1 GB at 262,144 positions. No table is needed, because an angle is the position
+    times the frequency of its dimension.
 
     Args:
-        rotary: Megatron-Core's, of which the frequencies are taken.
+        rotary: Megatron-Core's embedding, which provides the frequencies.
     """
 
     def __init__(self, rotary: RotaryEmbedding):
@@ -50,7 +52,7 @@ class RestartingRotary(nn.Module):
         self.frequencies = table[1]
 
     def forward(self, positions: Tensor) -> tuple[Tensor, float]:
-        """Return angles [tokens, 1, 1, dim], and YaRN's factor on queries and keys.
+        """Return angles [tokens, 1, 1, dim], and YaRN's scale for queries and keys.
 
         Args:
             positions: int64 [tokens].
@@ -60,7 +62,7 @@ class RestartingRotary(nn.Module):
 
 
 class PartNorm(Saves, nn.RMSNorm):
-    """RMSNorm of a part's tokens; that of the local spec refuses sequence parallelism."""
+    """RMSNorm of a part's tokens; the local spec's norm refuses sequence parallelism."""
 
     weight: nn.Parameter
 
@@ -69,34 +71,35 @@ class PartNorm(Saves, nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [..., hidden] of `x`'s type, computed in fp32 (fp64 for fp64)."""
+        """Return `x` normalised in fp32 (fp64 for fp64), [..., hidden] in the dtype of `x`."""
         with self.policy.saving():
             return self.policy.remade("norms", rms_norm, x, self.weight, self.eps)
 
 
 class FirstNorm(PartNorm):
-    """The first norm of a layer: what is saved from here on is this layer's."""
+    """The first norm of a layer; tensors saved from here on belong to this layer."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """See `PartNorm`."""
+        """Start the layer's group of saved tensors, and apply `PartNorm`."""
         self.policy.open_group()
         return super().forward(x)
 
 
 class LastNorm(PartNorm):
-    """The norm before the head, which lies outside the policy and keeps the norm's output itself.
+    """The norm before the head, which is never recomputed.
 
-    A recipe of that output would hold its input on the device, beside the copy on the host.
+    The head is outside the memory policy and saves the norm's output. Recomputing that output would
+    keep the norm's input on the device as well as on the host.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """See `PartNorm`."""
+        """Return the same as `PartNorm`, without recomputation."""
         with self.policy.saving():
             return rms_norm(x, self.weight, self.eps)
 
 
 class ReplicatedLinear(nn.Module):
-    """A linear layer that every tensor-parallel rank holds whole."""
+    """A linear layer replicated on every tensor-parallel rank."""
 
     def __init__(self, config, inner: int, out: int):
         super().__init__()
@@ -104,16 +107,16 @@ class ReplicatedLinear(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """Return the projection, and no bias."""
+        """Return the projection, and None for the bias."""
         return nn.functional.linear(x, self.weight), None
 
 
 class PackedLatentAttention(Saves, MLASelfAttention):
     """Megatron-Core's MLA with rotary angles computed for the packed row as a whole.
 
-    Under tensor parallelism every rank has all of the small down projections, as with Transformer
-    Engine. The local spec cuts them, gathers the rotary key, and in the backward pass keeps of that
-    key's gradient what this rank's heads give: the other heads' share is lost.
+    Under tensor parallelism every rank holds the full small down projections, as with Transformer
+    Engine. The local spec slices them and gathers the rotary key, but its backward pass keeps only
+    this rank's heads in the gradient of that key and loses the share of the other heads.
     """
 
     def __init__(self, config, *args, **kwargs):
@@ -128,7 +131,7 @@ class PackedLatentAttention(Saves, MLASelfAttention):
                 )
 
     def _run_core_attention(self, query, key, value, *args, **kwargs):
-        """Hand values over as narrow as they are, where the core attention takes them so.
+        """Pass values unpadded if the core attention accepts them.
 
         Megatron-Core pads them to the queries' width, 128 to 192 in K2, and cuts the output.
         """
@@ -139,7 +142,7 @@ class PackedLatentAttention(Saves, MLASelfAttention):
         return run(query, key, value, *args, **kwargs)
 
     def forward(self, *args, **kwargs):
-        """Return [tokens, 1, hidden], and no bias."""
+        """Return the output [tokens, 1, hidden], and None for the bias."""
         with self.policy.saving():
             return super().forward(*args, **kwargs)
 
@@ -153,9 +156,9 @@ class PackedLatentAttention(Saves, MLASelfAttention):
     ):
         """Return query and key [tokens, heads, qk dim], value [tokens, heads, v dim], both latents.
 
-        As in Megatron-Core, operator by operator; there the up-projections can be done again only
-        by a mechanism that frees the storages of query, key and value while others may hold them.
-        Under context parallelism `_row` is in the place of the key, and None in that of the value.
+        The operators are those of Megatron-Core, but it can recompute the up-projections only by
+        freeing the storage of query, key and value, which other code may still reference. Under
+        context parallelism, the key is the result of `_row` and the value is None.
 
         Args:
             hidden_states: [tokens of this rank's part, 1, hidden].
@@ -198,8 +201,8 @@ class PackedLatentAttention(Saves, MLASelfAttention):
         return torch.cat([query_plain, self._rotated(query_rotary, rows.positions)], dim=-1)
 
     def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Return `x`, [tokens, dim] or [tokens, heads, dim], turned by its tokens' angles."""
-        angles, factor = self.rotary_pos_emb(positions)  # here: else every layer would hold its own
+        """Return `x`, [tokens, dim] or [tokens, heads, dim], rotated by its tokens' angles."""
+        angles, factor = self.rotary_pos_emb(positions)  # computed here so that no layer saves them
         heads = x.unsqueeze(-2) if x.dim() == 2 else x
         turned = apply_rotary_pos_emb(
             heads.unsqueeze(1), angles, config=self.config, mscale=factor,
@@ -208,7 +211,7 @@ class PackedLatentAttention(Saves, MLASelfAttention):
         return turned.view_as(x)
 
     def _key_value(self, key_value: Tensor, key_rotary: Tensor) -> tuple[Tensor, Tensor]:
-        """Return key and value [tokens, heads, dim] of heads' projections, and the rotary key."""
+        """Return key and value [tokens, heads, dim] from the heads' projections and rotary key."""
         plain, width = self.config.qk_head_dim, self.config.v_head_dim
         key_value = key_value.unflatten(-1, (-1, plain + width))
         key_plain, value = key_value.split([plain, width], dim=-1)
@@ -218,7 +221,7 @@ class PackedLatentAttention(Saves, MLASelfAttention):
     def _row(self, key_latent: Tensor, key_rotary: Tensor, rows: PackedRows) -> Tensor:
         """Return latents and rotated rotary keys of the row, [row, latent + rotary]; see `_Row`.
 
-        Over the context-parallel ranks a rank sends those of its part alone.
+        Each rank sends only its own part to the other context-parallel ranks.
         """
         positions = rows.positions.chunk(self.tp_group.size())[self.tp_group.rank()]
         part = torch.cat([key_latent, self._rotated(key_rotary, positions)], dim=-1)
@@ -227,8 +230,9 @@ class PackedLatentAttention(Saves, MLASelfAttention):
     def _attend_row(self, query: Tensor, row_RL: Tensor, rows: PackedRows) -> Tensor:
         """Return the output [tokens, heads * v dim] of this rank's queries over the row.
 
-        Keys and values exist for a few heads at a time, and are made again from the latents
-        whatever `train.recompute` says: autograd would keep those of all heads and layers.
+        Keys and values exist for a few heads at a time and are always recomputed from the latents,
+        whatever `train.recompute` says; otherwise autograd would keep them for all heads and
+        layers.
         """
         config, remade = self.config, self.policy.remade
         widths = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
@@ -242,7 +246,8 @@ class PackedLatentAttention(Saves, MLASelfAttention):
         outputs = []
         for number, some in enumerate(query.split(ROW_HEADS, dim=1)):
             up = partial(project, weight=weights[number])
-            # Their own copy in bf16: gradients of all copies are added up in fp32.
+            # Each group of heads has its own bf16 copy, so gradients of the copies are summed in
+            # fp32.
             narrow_RL = remade("row", Tensor.to, row_RL, query.dtype)
             key, value = remade("row", up, *narrow_RL.split(widths, -1))
             outputs.append(
@@ -250,21 +255,21 @@ class PackedLatentAttention(Saves, MLASelfAttention):
                     some, key, value, packed_seq_params=rows, first_head=number * ROW_HEADS
                 )
             )
-            del narrow_RL, key, value  # before the next heads' are made
+            del narrow_RL, key, value  # free them before the next heads allocate theirs
         return remade("row", _joined, *outputs)
 
 
 class _Row(torch.autograd.Function):
-    """Gathers a row in the type of its parts; sums its gradient over the ranks in fp32.
+    """Gather of a row in the dtype of its parts, whose backward sums over the ranks in fp32.
 
-    In bf16 the sums over groups of heads and over ranks round a gradient at every addition: at 64
-    heads three times the error of one process at 4 ranks, six times at 64
-    (docs/decisions/008-latents.md). So the row comes out in fp32 (fp64 for fp64).
+    In bf16, sums over groups of heads and over ranks would round the gradient at every addition.
+    With 64 heads, the error is three times that of one process on 4 ranks, and six times on 64
+    (docs/decisions/008-latents.md). The output is therefore fp32 (fp64 for fp64).
     """
 
     @staticmethod
     def forward(ctx: Any, part_TL: Tensor, groups: tuple[Any, ...], order: Tensor) -> Tensor:
-        """Return [row, width] in the row's order, of parts that are gathered group after group."""
+        """Gather the parts over each group in turn, and return them in row order, [row, width]."""
         ctx.groups, ctx.order, ctx.dtype = groups, order, part_TL.dtype
         for group in groups:
             part_TL = _gather_along_first_dim(part_TL, group)
@@ -274,7 +279,7 @@ class _Row(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad_RL: Tensor
     ) -> tuple[Tensor, None, None]:
-        """Return the sum over all queries' ranks, of this rank's part."""
+        """Return this rank's part of the gradient, summed over the ranks of all queries."""
         grad = torch.empty_like(grad_RL).index_copy_(0, ctx.order, grad_RL)
         for group in reversed(ctx.groups):
             grad = _reduce_scatter_along_first_dim(grad, group)
@@ -286,10 +291,11 @@ def _joined(*outputs: Tensor) -> Tensor:
 
 
 class PlainQueryAttention(PackedLatentAttention):
-    """MLA without a query latent (Moonlight): the latent of keys and values alone has a norm.
+    """MLA without a query latent (Moonlight), where only the key-value latent has a norm.
 
-    Megatron-Core 0.19.2 ties both norms to one switch and, without a query latent, would ask for a
-    projection fused with an extra norm of the hidden state, which this architecture does not have.
+    Megatron-Core 0.19.2 controls both norms with one switch. Without a query latent, it would
+    request a projection fused with an extra norm of the hidden state, which this architecture does
+    not have.
     """
 
     def _resolve_qk_norm_config(self, submodules):

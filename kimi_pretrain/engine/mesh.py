@@ -1,13 +1,14 @@
-"""The device mesh: every fact about ranks and process groups, in one object.
+"""Device mesh: one object that holds all ranks, sizes and process groups.
 
 World size = pipeline stages x replicas x context-parallel x tensor-parallel ranks. The ranks of a
 stage and replica share its rows: each context-parallel rank holds some of the tokens
 (`kimi_pretrain.parallel.sequence`), each tensor-parallel rank some of the heads and widths. Experts
-are spread over the ranks of a stage, whatever else these share.
+are distributed over all ranks of a stage.
 
-Three groups hold identical copies of parameters: "dense" (the ranks of one stage: what tensor-
-parallel ranks cut is kept whole beside the slices, see `engine.tp_full_params`), "expert" (the
-copies of one expert slice), "encoder" (all ranks: the vision encoder is on every rank).
+The ranks of three kinds of groups hold identical copies of parameters: "dense" (the ranks of one
+stage; tensor-parallel ranks keep full tensors next to their slices, see `engine.tp_full_params`),
+"expert" (the ranks with the same slice of the experts) and "encoder" (all ranks, because every rank
+has the vision encoder).
 """
 
 import gc
@@ -33,13 +34,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this process stands.
+    """Coordinates and process groups of this rank.
 
     Attributes:
-        rank, world_size: in the whole job.
+        rank, world_size: global rank and size of the job.
         stage, num_stages: pipeline rank and size.
         replica, num_replicas: data-parallel rank and size; the ranks of a replica share its rows.
-        expert_rank, num_expert_ranks: which slice of the experts, of how many.
+        expert_rank, num_expert_ranks: index of this rank's slice of the experts, number of slices.
         groups: "dense", "expert", "encoder" -> process group whose ranks hold identical copies.
         cp_rank, num_cp: context-parallel rank and size.
         tp_rank, num_tp: tensor-parallel rank and size.
@@ -62,25 +63,25 @@ class Mesh:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this rank embeds tokens and takes in the vision embeddings."""
+        """True if this rank embeds tokens and receives the vision embeddings."""
         return self.stage == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank computes the loss."""
+        """True if this rank computes the loss."""
         return self.stage == self.num_stages - 1
 
     @property
     def counts_loss(self) -> bool:
-        """Whether this rank's losses and loss tokens go into sums over all ranks.
+        """True if sums over all ranks include this rank's losses and loss tokens.
 
-        Context-parallel ranks hold different tokens, tensor-parallel ranks the same.
+        Context-parallel ranks hold different tokens; tensor-parallel ranks hold the same tokens.
         """
         return self.is_last_stage and self.tp_rank == 0
 
     @property
     def part(self) -> int:
-        """Which part of its replica's rows this rank holds; see `parallel.sequence`."""
+        """Index of this rank's part of its replica's rows; see `parallel.sequence`."""
         return self.cp_rank * self.num_tp + self.tp_rank
 
     def sum(self, values: list[float]) -> list[float]:
@@ -92,26 +93,26 @@ class Mesh:
         return self._all_reduce(values, dist.ReduceOp.MAX)
 
     def sum_(self, values: torch.Tensor) -> None:
-        """Sum a tensor over all ranks, in place and without waiting for the device."""
+        """Sum a tensor over all ranks in place, without a device synchronisation."""
         dist.all_reduce(values, op=dist.ReduceOp.SUM)
 
     def max_(self, values: torch.Tensor) -> None:
-        """Take element-wise maxima over all ranks, in place and without waiting for the device."""
+        """Compute element-wise maxima over all ranks in place, without a device synchronisation."""
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
 
     def differing(self, group: str, values: list[float]) -> list[int]:
-        """Return the indices at which the values of a group's ranks are not all equal."""
+        """Return the indices where the values differ between ranks of a group."""
         both = torch.tensor([values, [-value for value in values]], dtype=torch.float64)
         both = both.to(self.device)
         dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.groups[group])
         return torch.nonzero(both[0] != -both[1]).flatten().tolist()
 
     def all_gather_object(self, value: object) -> list[object]:
-        """Return every rank's (small) object, in rank order, on every rank.
+        """Return the (small) objects of all ranks, in rank order, on every rank.
 
-        torch's function of this name copies from a CUDA device once for every rank, and waits each
-        time. Here there are two copies, whatever the number of ranks: of the lengths, and of the
-        pickles, all padded to the longest.
+        torch's function of this name copies from a CUDA device once for every rank, and
+        synchronises each time. This one makes two copies for any number of ranks: the lengths, and
+        the pickles, all padded to the longest.
         """
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         lengths = self._all_gather(torch.tensor([len(mine)], dtype=torch.int64)).tolist()
@@ -125,7 +126,7 @@ class Mesh:
         ]
 
     def broadcast_from_rank0(self, make: Callable[[], T]) -> T:
-        """Call `make` on rank 0 and broadcast its result; an exception is raised on all ranks."""
+        """Call `make` on rank 0 and broadcast its result; all ranks raise its exception."""
         outcome = Outcome.of(make) if self.rank == 0 else Outcome()
         sent = [outcome.sendable()]
         dist.broadcast_object_list(sent, src=0)
@@ -136,11 +137,11 @@ class Mesh:
         return dist.get_rank(self.groups[group]), dist.get_world_size(self.groups[group])
 
     def broadcast_copies(self, group: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Broadcast tensors in place: member i % n of the group sends the i-th to the others."""
+        """Broadcast tensors in place; the i-th comes from member i % n of the group."""
         ranks = dist.get_process_group_ranks(self.groups[group])
         for index, tensor in enumerate(tensors if len(ranks) > 1 else ()):
             sent = tensor.detach().to(self.device).contiguous()
-            # As bytes, because not every network library knows every type.
+            # Sent as bytes, because not every backend supports every dtype.
             flat = sent.view(-1).view(torch.uint8)
             dist.broadcast(flat, ranks[index % len(ranks)], group=self.groups[group])
             if sent.data_ptr() != tensor.data_ptr():
@@ -151,12 +152,12 @@ class Mesh:
         dist.barrier()
 
     def synchronize(self) -> None:
-        """Wait until the device has done what it was given."""
+        """Wait until the device has finished its queued work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def _all_gather(self, mine: torch.Tensor) -> torch.Tensor:
-        """Return the equally long vectors of all ranks, one behind the other, on the device."""
+        """Return the concatenated vectors of all ranks, which have equal lengths, on the device."""
         mine = mine.to(self.device)
         everyone = mine.new_empty(self.world_size * len(mine))
         dist.all_gather_into_tensor(everyone, mine)
@@ -169,10 +170,10 @@ class Mesh:
 
 
 def start(layout: LayoutConfig, timeout_seconds: float = 600.0) -> Mesh:
-    """Join the job and build all process groups; world size one needs no launcher.
+    """Join the job and build all process groups; a world size of one needs no launcher.
 
     Raises:
-        ValueError: the number of processes differs from the layout's.
+        ValueError: the number of processes differs from the layout's world size.
     """
     device = host.enable()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -201,9 +202,9 @@ def start(layout: LayoutConfig, timeout_seconds: float = 600.0) -> Mesh:
 
 @contextmanager
 def alone() -> Iterator[Mesh]:
-    """Yield a mesh of this process by itself, also where it was started as one of several.
+    """Yield a mesh of only this process, even if the launcher started several.
 
-    There must be no other mesh, and there is none afterwards.
+    No other mesh may exist; the mesh is destroyed at the end.
     """
     device = host.enable()
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -211,12 +212,12 @@ def alone() -> Iterator[Mesh]:
     try:
         yield build(LayoutConfig(), device)
     finally:
-        gc.collect()  # models, which are full of circles, keep groups and their threads
+        gc.collect()  # models have reference cycles, which keep process groups and their threads
         stop()
 
 
 def build(layout: LayoutConfig, device: torch.device, timeout_seconds: float = 600.0) -> Mesh:
-    """Build the groups over an already initialised process group (also a fake one)."""
+    """Build the mesh over an already initialised process group, which may be a fake one."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         context_parallel_size=layout.cp,
@@ -224,15 +225,15 @@ def build(layout: LayoutConfig, device: torch.device, timeout_seconds: float = 6
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=1,
-        create_gloo_process_groups=False,  # a second set beside NCCL's; nothing here uses it
+        create_gloo_process_groups=False,  # a second set next to NCCL's, not used here
         distributed_timeout_minutes=max(1, round(timeout_seconds / 60)),
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(0)  # nothing draws from it: init is by name
+    tensor_parallel.model_parallel_cuda_manual_seed(0)  # unused: initialisation is seeded by name
     stage = parallel_state.get_pipeline_model_parallel_rank()
     replica = parallel_state.get_data_parallel_rank()
     cp_rank = parallel_state.get_context_parallel_rank()
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    # Megatron's rank order is tp-cp-dp-pp: the parts of a replica are neighbours, then its stage.
+    # Megatron's rank order is tp-cp-dp-pp: the parts of a replica have adjacent ranks.
     parts = layout.cp * layout.tp
     if layout.tp > 1:
         dense = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
@@ -264,10 +265,11 @@ def build(layout: LayoutConfig, device: torch.device, timeout_seconds: float = 6
 
 
 def stop() -> None:
-    """Leave the job cleanly: without this gloo was seen to abort at exit after success.
+    """Leave the job and destroy all process groups.
 
-    Megatron-Core only forgets its groups, and each one of gloo's keeps threads that wake a hundred
-    times a second: they would slow down what this process does next.
+    Without this, gloo was seen to abort at exit after a successful run. Megatron-Core only drops
+    its references to the groups, and each gloo group keeps threads that wake a hundred times a
+    second, which would slow down the later work of this process.
     """
     _, *groups = parallel_state._global_process_group_list or [None]
     parallel_state.destroy_model_parallel()

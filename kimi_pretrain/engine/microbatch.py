@@ -1,8 +1,8 @@
-"""Input of phase 4: this rank's part of the microbatches of its replica, from a fetched step.
+"""Builds this rank's part of its replica's microbatches, the input of phase 4.
 
-Rows are laid end to end as one packed sequence, with the borders of documents. Middle stages read
-no text; they build borders and padding from the plan alone, because every stage attends inside
-documents. Vision embeddings are attached later (`kimi_pretrain.dep.leaves`).
+Rows are laid end to end as one packed sequence with document borders. Middle stages read no text;
+they build borders and padding only from the plan, because every stage masks attention by document.
+Vision embeddings are attached later (`kimi_pretrain.dep.leaves`).
 """
 
 from collections.abc import Callable, Sequence
@@ -24,22 +24,22 @@ from kimi_pretrain.telemetry.losses import cells_of
 class Microbatch:
     """One microbatch of a replica: its rows laid end to end as one packed sequence.
 
-    A rank holds a part of it (`kimi_pretrain.parallel.sequence`): "own tokens" below are those of
-    its context-parallel rank.
+    A rank holds a part of it (`kimi_pretrain.parallel.sequence`). Below, "own tokens" are the
+    tokens of its context-parallel rank.
 
     Attributes:
         packed: segments of the row; every stage needs them.
         padding: True at the padding at the ends of rows, bool [1, tokens of this rank's part].
-        tokens, labels, loss_mask: [1, own tokens], int64, int64, and bool: which labels count;
-            only on the first and the last stage.
-        cells: for the losses by source, int32 [own tokens] on the host, -1 where none counts
-            (`kimi_pretrain.telemetry.losses`); only where `mesh.counts_loss`.
-        leaf: vision embeddings at this rank's part, [media tokens, hidden]; only on the first
+        tokens, labels: int64 [1, own tokens]; only on the first and the last stage.
+        loss_mask: True where the label counts, bool [1, own tokens]; only on the same stages.
+        cells: cell (source x bin) of each token's loss, int32 [own tokens] on the host, -1 where
+            the loss does not count (`kimi_pretrain.telemetry.losses`); only if `mesh.counts_loss`.
+        leaf: vision embeddings of this rank's part, [media tokens, hidden]; only on the first
             stage.
-        leaf_positions: where they go in the part, int64 [media tokens].
-        media: computes the embeddings inside the graph, in place of a leaf: the baseline, in which
-            the first stage encodes the media of its own microbatches.
-        number: among the replica's microbatches by their rows; they may run in another order.
+        leaf_positions: positions of these embeddings in the part, int64 [media tokens].
+        media: computes the embeddings inside the graph, instead of a leaf. The baseline uses it:
+            there, the first stage encodes the media of its own microbatches.
+        number: index among the replica's microbatches in row order; they may run in another order.
     """
 
     packed: PackedRows
@@ -55,7 +55,7 @@ class Microbatch:
 
 
 def replica_rows(plan: GlobalPlan, mesh: Mesh) -> range:
-    """Return the rows of a step that this rank's replica trains on: a contiguous run."""
+    """Return the contiguous range of a step's rows that this rank's replica trains on."""
     rows = plan.num_rows // mesh.num_replicas
     return range(mesh.replica * rows, (mesh.replica + 1) * rows)
 
@@ -72,10 +72,10 @@ def build_microbatches(
 
     Args:
         batch: rows fetched for this rank (`batch.rows` is None on middle stages).
-        per_microbatch: rows laid end to end in one microbatch.
-        skipped: samples of the plan (their numbers) whose loss does not count.
-        restart_positions: positions begin at 0 in every document, or in every row.
-        order: numbers of the microbatches, as they are to run; None: as they are.
+        per_microbatch: number of rows in one microbatch.
+        skipped: indices of the plan's samples whose loss does not count.
+        restart_positions: restart positions at 0 in every document; if False, in every row.
+        order: numbers of the microbatches in the order of execution; None for row order.
     """
     rows = replica_rows(batch.plan, mesh)
     parts = SequenceParts(per_microbatch * batch.plan.seq_len, mesh.num_cp, mesh.num_tp)
@@ -125,7 +125,7 @@ def _microbatch(
 
 
 def segments(plan: GlobalPlan, rows: range) -> tuple[list[int], list[bool]]:
-    """Return the segment borders of rows laid end to end, and which segments are documents."""
+    """Return the segment borders of rows laid end to end, and True for each document segment."""
     borders, documents = [0], []
     for number, row in enumerate(rows):
         ends = plan.cu_seqlens(row)[1:].tolist()
@@ -136,5 +136,5 @@ def segments(plan: GlobalPlan, rows: range) -> tuple[list[int], list[bool]]:
 
 
 def _select(rows: np.ndarray, places: np.ndarray, device: torch.device) -> Tensor:
-    """Return the values at some places of rows laid end to end, [1, places]."""
+    """Return the values at the given positions of rows laid end to end, [1, positions]."""
     return torch.from_numpy(rows.reshape(-1)[places])[None].to(device)

@@ -1,8 +1,9 @@
-"""Our configuration as Megatron-Core's, and the language model built from its own modules.
+"""Translates our configuration to Megatron-Core's and builds the language model from its modules.
 
-The layer spec is Megatron-Core's local one (no Transformer Engine) with three places filled by us:
-core attention (`CORE_ATTENTION`, by `train.attention`), the router (`PaddingAwareRouter`) and the
-routed experts (`GroupedExperts`). Norms and SwiGLU are `kimi_pretrain.memory.pointwise`'s.
+The layer spec is Megatron-Core's local one (no Transformer Engine). Our own modules replace its
+attention (`PackedLatentAttention`, with the core attention that `CORE_ATTENTION` lists for
+`train.attention`), its router (`PaddingAwareRouter`) and its routed experts (`GroupedExperts`).
+Norms and SwiGLU use `kimi_pretrain.memory.pointwise`.
 """
 
 import hashlib
@@ -45,8 +46,8 @@ def engine_config(config: Config, attention: Kind) -> MLATransformerConfig:
     """Return Megatron-Core's configuration of the language model for this run.
 
     Args:
-        config: of the run.
-        attention: the core attention of `build_chunks`.
+        config: configuration of the run.
+        attention: the core attention that `build_chunks` uses.
     """
     language, layout = config.model.language, config.layout
     dtype = DTYPES[config.train.dtype]
@@ -57,16 +58,16 @@ def engine_config(config: Config, attention: Kind) -> MLATransformerConfig:
         **_pipeline(layout, dtype, in_slots=config.dep.bubbles != "none"),
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Weights come from `initialise`, by name; CPU initialisation keeps them off the GPU until
-        # then and on the meta device in a dry run.
+        # `initialise` sets the weights later. CPU initialisation keeps them off the GPU until then,
+        # and on the meta device in a dry run.
         use_cpu_initialization=True,
         perform_initialization=False,
         init_method_std=language.init_std,
-        # The loss stays a sum over tokens; the one divisor is applied in `step.py`.
+        # The loss stays a sum over tokens; `kimi_pretrain.update` divides it.
         calculate_per_token_loss=True,
         # Records the maxima of attention; Megatron-Core's own clip is not used.
         log_max_attention_logit=attention == "transformer_engine",
-        # Fused kernels exist for CUDA only.
+        # Fused kernels exist only for CUDA.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
@@ -74,8 +75,8 @@ def engine_config(config: Config, attention: Kind) -> MLATransformerConfig:
         apply_rope_fusion=False,
         overlap_moe_expert_parallel_comm=layout.overlap_experts and dtype == torch.bfloat16,
     )
-    # Megatron-Core's check lets bfloat16 through alone; the schedule is the same for every type,
-    # and the proofs of it run in float32.
+    # Megatron-Core's own check admits only bfloat16. The schedule is the same for every dtype, and
+    # its tests run in float32.
     engine.overlap_moe_expert_parallel_comm = layout.overlap_experts
     if layout.overlap_experts:
         check_overlap(engine)
@@ -83,9 +84,9 @@ def engine_config(config: Config, attention: Kind) -> MLATransformerConfig:
 
 
 def check_overlap(engine: MLATransformerConfig) -> None:
-    """Assert what Megatron-Core 0.19.2's combined schedule needs, of every type of number.
+    """Assert the requirements of Megatron-Core 0.19.2's combined schedule, for every dtype.
 
-    Its own check (transformer_config.py, `__post_init__`) sees the switch in bfloat16 alone.
+    Its own check (transformer_config.py, `__post_init__`) sees the switch only in bfloat16.
     """
     virtual = engine.virtual_pipeline_model_parallel_size
     assert engine.pipeline_model_parallel_size == 1 or virtual is not None
@@ -94,7 +95,7 @@ def check_overlap(engine: MLATransformerConfig) -> None:
     assert engine.recompute_granularity is None
     assert not engine.moe_shared_expert_overlap
     assert not engine.mtp_num_layers
-    assert not engine.delay_wgrad_compute  # our experts do not split it, see `GroupedExperts`
+    assert not engine.delay_wgrad_compute  # not supported by `GroupedExperts`
 
 
 def _architecture(language: LanguageConfig) -> dict:
@@ -122,7 +123,7 @@ def _architecture(language: LanguageConfig) -> dict:
 def _rotary(language: LanguageConfig) -> dict:
     yarn = language.yarn
     if yarn is None:
-        # The softmax scale takes YaRN's factor whatever the type is: 1.0 makes it plain.
+        # The softmax scale uses YaRN's factor for every rope type; 1.0 turns it off.
         return dict(rope_type="rope", rotary_base=language.rope_theta, rotary_scaling_factor=1.0)
     return dict(
         rope_type="yarn",
@@ -152,8 +153,8 @@ def _experts(config: Config) -> dict:
         moe_router_enable_expert_bias=True,
         moe_router_bias_update_rate=language.expert_bias_update_rate,
         moe_router_load_balancing_type="seq_aux_loss",
-        # A frozen router cannot become more even: its balance loss would only bend what the
-        # encoder learns from the captions.
+        # A frozen router cannot become more balanced; its balance loss would only distort the
+        # encoder's gradient.
         moe_aux_loss_coeff=0.0 if frozen else language.aux_loss_coeff,
         moe_router_dtype="fp64" if dtype == "float64" else "fp32",
         moe_token_dispatcher_type="alltoall",
@@ -161,7 +162,13 @@ def _experts(config: Config) -> dict:
 
 
 def _pipeline(layout: LayoutConfig, dtype: torch.dtype, in_slots: bool) -> dict:
-    """`in_slots`: other work is done while a stage waits, which batched requests do not allow."""
+    """Return the pipeline and parallelism settings.
+
+    Args:
+        layout: the layout of the run.
+        dtype: dtype of the tensors sent between stages.
+        in_slots: other work runs in the pipeline's bubbles, which batched p2p does not allow.
+    """
     interleaved = layout.vpp > 1
     return dict(
         tensor_model_parallel_size=layout.tp,
@@ -173,12 +180,12 @@ def _pipeline(layout: LayoutConfig, dtype: torch.dtype, in_slots: bool) -> dict:
         pipeline_model_parallel_layout=layout.stages,
         expert_model_parallel_size=layout.ep,
         pipeline_dtype=dtype,
-        # PP2 with virtual stages and batched p2p is silently wrong in Megatron-Core (loss off by
-        # 0.9); its training scripts forbid the pair, its library does not. Overlapped p2p is right
-        # for every interleaved layout.
+        # In Megatron-Core, PP2 with virtual stages and batched p2p is silently wrong (loss off by
+        # 0.9); its training scripts forbid the combination, but its library does not. Overlapped
+        # p2p is correct for every interleaved layout.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved and not in_slots,
-        # A chunk's output, once it is sent, is the root of a graph and no more.
+        # After a chunk's output is sent, it is only needed as the root of the graph.
         deallocate_pipeline_outputs=True,
     )
 
@@ -186,7 +193,7 @@ def _pipeline(layout: LayoutConfig, dtype: torch.dtype, in_slots: bool) -> dict:
 def layer_specs(
     config: MLATransformerConfig, attention_kind: Kind, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """Return the specs of one chunk's layers with our attention and experts in place."""
+    """Return the layer specs of one chunk with our own modules in place."""
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
     for layer in block.layer_specs:
         attention = layer.submodules.self_attention
@@ -196,7 +203,7 @@ def layer_specs(
         plain = config.q_lora_rank is None
         attention.module = PlainQueryAttention if plain else PackedLatentAttention
         mlp = layer.submodules.mlp
-        # Layers may share a spec, which then has been through here.
+        # Layers may share a spec, so this one may already have been changed.
         if isinstance(mlp, partial) and mlp.func in (MoELayer, ExpertLayer):
             experts = mlp.keywords["submodules"]
             experts.router = PaddingAwareRouter
@@ -215,9 +222,9 @@ def build_chunks(
     """Build this rank's model chunks (one, or `layout.vpp`), uninitialised.
 
     Args:
-        config: of the run.
-        engine: from `engine_config`.
-        attention: the core attention. None has parameters, so what only counts may take any.
+        config: configuration of the run.
+        engine: result of `engine_config`.
+        attention: the core attention. It has no parameters, so a dry run may pass any kind.
     """
     return [
         _build_chunk(config, engine, attention, stage)
@@ -240,17 +247,17 @@ def _build_chunk(
         share_embeddings_and_output_weights=False,
         vp_stage=vp_stage,
     )
-    # Norms and routers are built in fp32 whatever the configured dtype is.
+    # Megatron-Core builds norms and routers in fp32 for every configured dtype.
     for param in chunk.parameters():
         param.data = param.data.to(engine.params_dtype)
     return chunk
 
 
 def initialise(name: str, tensor: torch.Tensor, std: float, seed: int) -> None:
-    """Fill one tensor of the checkpoint in place from a generator of its own name.
+    """Fill one checkpoint tensor in place from a generator seeded by its name.
 
-    So every layout starts from the same weights. Norm gains are one, routing biases zero, the rest
-    N(0, std) (initializer_range of the published configurations).
+    Every layout therefore starts from the same weights. Norm gains are one, routing biases zero,
+    and all other tensors N(0, std) (initializer_range of the published configurations).
     """
     if name.endswith("norm.weight"):
         tensor.fill_(1.0)

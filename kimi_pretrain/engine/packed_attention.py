@@ -1,11 +1,11 @@
 """Core attention of packed rows in Megatron-Core's layers, and the largest logit of each head.
 
-What computes it is in `kimi_pretrain.attention`; here is what Megatron-Core wants: the parameters
-of a packed row, and core attentions for its layer spec. The maxima feed QK-Clip (K2 report, section
-2.1) and come from the logits that attention has anyway.
+This module adapts `kimi_pretrain.attention` to Megatron-Core: it defines the parameters of a packed
+row and core attentions for the layer spec. The maxima feed QK-Clip (K2 report, section 2.1) and
+come from the logits that attention computes anyway.
 
-Under context parallelism a rank's queries are those of its own tokens, its keys and values those of
-the whole row, which `latent_attention` hands over some heads at a time.
+Under context parallelism, a rank has queries for its own tokens and keys and values for the whole
+row; `latent_attention` passes keys and values for a few heads at a time.
 
 Shape suffixes: T tokens of this rank, R tokens of the row, N heads, D query/key width, V value
 width.
@@ -31,16 +31,16 @@ from kimi_pretrain.parallel.sequence import SequenceParts
 
 @dataclass
 class PackedRows(PackedSeqParams):
-    """Megatron-Core's packed-sequence parameters plus what our layers want precomputed.
+    """Megatron-Core's packed-sequence parameters plus precomputed values for our layers.
 
     Attributes:
-        spans: which keys each query of this rank sees.
-        row_order: where each token of the row is once it is gathered (`SequenceParts.gathered`),
+        spans: the keys that each query of this rank attends to.
+        row_order: index of each token of the row in the gathered row (`SequenceParts.gathered`),
             int64 [tokens]; None without context parallelism.
-        positions: of this context-parallel rank's tokens, for their rotary angles, int64 [tokens].
-        documents: the borders of the documents, for kernels that want these; see
-            `document_borders`.
-        kernel: all this as the run's attention takes it; made by the first layer that asks.
+        positions: positions of this context-parallel rank's tokens, for their rotary angles, int64
+            [tokens].
+        documents: document borders, for kernels that need them; see `document_borders`.
+        kernel: the same in the format of the run's attention; the first layer computes it.
     """
 
     spans: KeySpans | None = None
@@ -59,14 +59,14 @@ class PackedRows(PackedSeqParams):
         shared: SequenceParts | None = None,
         cp_rank: int = 0,
     ):
-        """Build from segment borders; see `KeySpans.of`.
+        """Build the parameters from segment borders; see `KeySpans.of`.
 
-        Positions of the row begin at 0 in every segment unless they are given, int64 [tokens].
+        If `positions` (int64 [tokens]) are not given, they restart at 0 in every segment.
         """
         if positions is None:
             lengths = zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)
             positions = torch.cat([torch.arange(end - start) for start, end in lengths])
-        # Megatron-Core reads no borders of ours: the row is one sequence to it.
+        # Megatron-Core does not use our borders; it sees the row as one sequence.
         row = torch.tensor([0, cu_seqlens[-1]], dtype=torch.int32, device=device)
         gathered = None
         if shared is not None and shared.num_cp > 1:
@@ -86,18 +86,18 @@ class PackedRows(PackedSeqParams):
 
 
 def document_borders(cu_seqlens: list[int], is_document: list[bool]) -> tuple[list[int], list[int]]:
-    """Return documents in the form of fused kernels: without padding, and with it.
+    """Return document borders in the format of fused kernels, without and with padding.
 
-    Padding is room behind the document before it, so that no kernel attends in it or counts its
-    logits. Padding that no document precedes is room of a document without tokens.
+    Padding is assigned to the document before it, so that no kernel attends to it or counts its
+    logits. Padding that no document precedes is assigned to an empty document.
 
     Args:
         cu_seqlens: segment borders in the row, from 0 to the number of tokens.
-        is_document: for each segment, False for the padding at the end of a row.
+        is_document: one value per segment, False for the padding at the end of a row.
 
     Returns:
-        running sums of the documents' lengths, and the places where documents begin followed by
-        the number of tokens; both one longer than there are documents.
+        cumulative document lengths without padding, starting with 0; and the starts of the
+        documents, followed by the number of tokens. Both have one more entry than documents.
     """
     begins: list[int] = []
     lengths: list[int] = []
@@ -109,10 +109,10 @@ def document_borders(cu_seqlens: list[int], is_document: list[bool]) -> tuple[li
 
 
 def of_all_heads(local_N: Tensor, num_heads: int, rank: int, ranks: int) -> Tensor:
-    """Lay the maxima of one tensor-parallel rank's heads out among those of all heads.
+    """Expand the maxima of one tensor-parallel rank's heads to all heads.
 
     Args:
-        local_N: [num_heads / ranks], of the heads of rank `rank`: a contiguous run.
+        local_N: maxima of the contiguous heads of rank `rank`, [num_heads / ranks].
 
     Returns:
         [num_heads]; -inf for the heads of other ranks.
@@ -128,12 +128,12 @@ def of_all_heads(local_N: Tensor, num_heads: int, rank: int, ranks: int) -> Tens
 
 
 class PackedCoreAttention(MegatronModule):
-    """Core attention for Megatron-Core's layer spec; remembers the maxima since the last `take`.
+    """Core attention for Megatron-Core's layer spec; records maxima until `take_max_logits`.
 
-    Maxima are those of training: what an evaluation sees is no reason to change weights.
+    Only training records maxima: logits of an evaluation must not change weights.
 
     Attributes:
-        pads_values: whether values must be as wide as queries.
+        pads_values: True if values must be as wide as queries.
     """
 
     pads_values = False
@@ -147,7 +147,7 @@ class PackedCoreAttention(MegatronModule):
 
     @abstractmethod
     def prepare(self, rows: PackedRows, device: torch.device) -> Any:
-        """Return what `attend` needs to know of the rows; all layers share it."""
+        """Return the rows in the format that `attend` needs; all layers share the result."""
 
     @abstractmethod
     def attend(
@@ -155,7 +155,7 @@ class PackedCoreAttention(MegatronModule):
     ) -> tuple[Tensor, Tensor]:
         """Return the output [tokens, heads * v dim] and the largest logits [heads of this rank].
 
-        Keys and values are in the row's order.
+        Keys and values are in row order.
         """
 
     def forward(
@@ -165,13 +165,13 @@ class PackedCoreAttention(MegatronModule):
         """Return [tokens, heads * v dim] for packed query, key, value [tokens, heads, dim].
 
         Args:
-            first_head: the first of these heads among those of this rank.
+            first_head: index of the first of these heads among this rank's heads.
         """
         rows: PackedRows = packed_seq_params
         if rows.kernel is None:
             rows.kernel = self.prepare(rows, query.device)
         out, max_N = self.attend(query, key, value, rows.kernel)
-        if max_N.shape != query.shape[1:2]:  # one for all would clip every head by it
+        if max_N.shape != query.shape[1:2]:  # a single maximum would broadcast to every head
             raise ValueError(f"attention gave maxima {list(max_N.shape)} of {query.shape[1]} heads")
         if self.training:
             if self._max_N is None:
@@ -185,9 +185,10 @@ class PackedCoreAttention(MegatronModule):
         return torch.full((heads,), float("-inf"), device=device, dtype=dtype)
 
     def take_max_logits(self) -> Tensor:
-        """Return the largest logit of each head since the last call, and forget it; [heads].
+        """Return and reset the largest logit of each head since the last call, [heads].
 
-        -inf for the heads of other tensor-parallel ranks, and for all before the first forward.
+        It is -inf for heads of other tensor-parallel ranks, and for all heads if no training
+        forward ran since the last call.
         """
         local_N, self._max_N = self._max_N, None
         if local_N is None:
@@ -197,10 +198,10 @@ class PackedCoreAttention(MegatronModule):
 
 
 class SpanCoreAttention(PackedCoreAttention):
-    """By a function of `kimi_pretrain.attention`, which gives each query's largest logit.
+    """Core attention that calls a function of `kimi_pretrain.attention`.
 
     Attributes:
-        layout: of spans on a device: what the function needs to know of the rows.
+        layout: (spans, device) -> description of the rows in the format of `function`.
         function: (query, key, value, layout, scale) -> output, largest logits [heads, tokens].
     """
 
@@ -208,7 +209,7 @@ class SpanCoreAttention(PackedCoreAttention):
     function: Callable[..., tuple[Tensor, Tensor]]
 
     def prepare(self, rows: PackedRows, device: torch.device) -> Any:
-        """Return the layout, and which queries' logits count."""
+        """Return the layout, and a mask of the queries whose logits count."""
         return self.layout(rows.spans, device), rows.spans.counted(device)
 
     def attend(
@@ -221,12 +222,12 @@ class SpanCoreAttention(PackedCoreAttention):
 
 
 class PortableCoreAttention(SpanCoreAttention):
-    """Block by block in plain torch; see `kimi_pretrain.attention.blockwise`."""
+    """Blockwise attention in plain torch; see `kimi_pretrain.attention.blockwise`."""
 
     layout, function = staticmethod(blocks_of), staticmethod(block_attention)
 
 
 class FlexCoreAttention(SpanCoreAttention):
-    """By torch's FlexAttention; see `kimi_pretrain.attention.flex`."""
+    """Attention with torch's FlexAttention; see `kimi_pretrain.attention.flex`."""
 
     layout, function = staticmethod(block_mask), staticmethod(flex_attention)

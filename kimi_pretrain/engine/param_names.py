@@ -1,12 +1,12 @@
-"""Megatron-Core's parameters under the names of the published checkpoint.
+"""Maps Megatron-Core's parameters to the names of the published checkpoint.
 
-One fused parameter is several tensors of the checkpoint: gate and up projections, and each routed
-expert. A `View` is one such tensor: a name that does not depend on the layout, and a view into the
-parameter's memory. Initialisation, the optimizer, checkpoints and the dry run's counts all go
-through these names, so none of them knows the layout.
+A fused parameter holds several checkpoint tensors: gate and up projections, or the routed experts.
+A `View` is one such tensor: a name that does not depend on the layout, and a view into the
+parameter's memory. Initialisation, the optimizer, checkpoints and the counts of a dry run use these
+names and are therefore independent of the layout.
 
-Under tensor parallelism a rank's view is a slice of the checkpoint's tensor, and the view knows
-which; `engine.tp_full_params` puts the slices together.
+Under tensor parallelism, a rank's view is a slice of the checkpoint tensor, described by
+`View.tp_slice`; `engine.tp_full_params` joins the slices.
 """
 
 import re
@@ -38,7 +38,7 @@ _INSIDE = {
     "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
     "mlp.shared_experts.linear_fc2.weight": "mlp.shared_experts.down_proj.weight",
 }
-# Along which dimension the tensor-parallel ranks share a tensor; they hold all others whole.
+# Dimension along which tensor-parallel ranks slice a tensor; they hold all other tensors in full.
 _SHARED = {
     "embed_tokens": 0,
     "lm_head": 0,
@@ -67,13 +67,13 @@ class TensorSlice:
 
 @dataclass(frozen=True)
 class View:
-    """One tensor of the checkpoint inside a parameter of the model.
+    """One checkpoint tensor inside a parameter of the model.
 
     Attributes:
-        name: of the Hugging Face checkpoint.
+        name: name in the Hugging Face checkpoint.
         param: the parameter (or buffer) that holds it.
-        index: slices that cut it out: `param[index]`; () for the whole.
-        tp_slice: which slice of the checkpoint's tensor this is; None if it is all of it.
+        index: the tensor is `param[index]`; () for the whole parameter.
+        tp_slice: the slice of the checkpoint tensor that this view holds; None for all of it.
     """
 
     name: str
@@ -82,7 +82,7 @@ class View:
     tp_slice: TensorSlice | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return this view of another tensor of the parameter's shape (its gradient)."""
+        """Return this view of another tensor with the parameter's shape, such as its gradient."""
         return tensor[self.index] if self.index else tensor
 
     @property
@@ -92,21 +92,21 @@ class View:
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """The shape of the checkpoint's tensor."""
+        """The shape of the checkpoint tensor."""
         shape = list(self.data.shape)
         if self.tp_slice is not None:
             shape[self.tp_slice.dim] *= self.tp_slice.count
         return tuple(shape)
 
     def slice_of(self, whole: Tensor) -> Tensor:
-        """Return this view's slice of a tensor of the whole shape."""
+        """Return this view's slice of a tensor that has the full shape."""
         if self.tp_slice is None:
             return whole
         return whole.chunk(self.tp_slice.count, self.tp_slice.dim)[self.tp_slice.index]
 
 
 def layers_of(chunk: nn.Module) -> list[int]:
-    """Return the global numbers, from 0, of a chunk's decoder layers."""
+    """Return the global indices, from 0, of a chunk's decoder layers."""
     return [layer.layer_number - 1 for layer in chunk.decoder.layers]
 
 
@@ -118,13 +118,13 @@ def views(
     tp_rank: int = 0,
     num_tp: int = 1,
 ) -> Iterator[View]:
-    """Yield the tensors of one model chunk (a GPTModel) in its own order.
+    """Yield the tensors of one model chunk in the order of its parameters.
 
     Args:
         chunk: a GPTModel.
-        first_expert: global number of this rank's first expert.
-        buffers: yield the routing biases too (they are no parameters).
-        tp_rank, num_tp: which slice of shared tensors this rank holds, of how many.
+        first_expert: global index of this rank's first expert.
+        buffers: also yield the routing biases, which are buffers.
+        tp_rank, num_tp: index of this rank's slice of shared tensors, number of slices.
 
     Raises:
         KeyError: a parameter has no name in the checkpoint.

@@ -1,8 +1,8 @@
 """Times the parts of one microbatch's passes: embedding, each layer, head with loss.
 
-One backbone runs forward and backward; clocks are read where the hidden states pass from one part
-to the next, in both directions. That takes no differences of whole passes, in which what is wanted
-is small beside the noise. On CUDA the clocks are events in the stream, so nothing waits for the
+One backbone runs forward and backward, and a clock is read wherever the hidden states or their
+gradients pass from one part to the next. Differences of whole passes would be too noisy for the
+time of one layer. On CUDA the clocks are events in the stream, so they do not synchronise with the
 host.
 """
 
@@ -29,10 +29,12 @@ class PartSeconds:
 
 
 class PassTimer:
-    """Runs one microbatch through a backbone of a single stage, as the schedule does.
+    """Timer that runs one microbatch through a single-stage backbone, as the schedule does.
 
     Args:
-        document_tokens: length of the documents in a row; the last one of a row may be shorter.
+        backbone: the backbone to time.
+        document_tokens: length of the documents in a row; the last document of a row may be
+            shorter.
     """
 
     def __init__(self, backbone: Backbone, document_tokens: int):
@@ -46,12 +48,12 @@ class PassTimer:
             part.register_forward_hook(self._passed)
 
     def run(self) -> list[PartSeconds]:
-        """Run both passes once; returns the embedding, each layer, the head with loss."""
+        """Run both passes once; return times of the embedding, each layer, the head with loss."""
         for model in self.backbone.models:
             model.train()
         scale = self.backbone.engine.moe_grad_scale_func
         assert scale is not None
-        # As the schedule does: without it a default of another shape stays for the whole process.
+        # The schedule sets this too; otherwise a default of another shape stays for the process.
         MoEAuxLossAutoScaler.set_loss_scale(scale())
         self._marks = [self._mark()]
         losses = self.backbone.forward(self._batch, self._model, self._batch.labels)
@@ -59,7 +61,7 @@ class PassTimer:
         self._marks.append(self._mark())
         count = len(self._marks) - 1
         loss.backward()
-        if not self.backbone.trainable:  # the embedding has no gradient, and no work
+        if not self.backbone.trainable:  # the embedding then has no backward work
             self._marks.append(self._marks[-1])
         self._marks.append(self._mark())
         self.backbone.take_max_logits()
@@ -68,10 +70,10 @@ class PassTimer:
         return self._seconds(count)
 
     def close(self) -> None:
-        """Let go of the model: run forward once more, without a graph.
+        """Release the model by another forward pass without a graph.
 
-        Megatron-Core's dispatchers of tokens keep what they saw last; with its graph they would
-        keep the whole model, and its process groups, for ever.
+        Megatron-Core's token dispatchers keep the tensors of their last call. With its graph, they
+        would keep the whole model and its process groups alive.
         """
         with torch.no_grad():
             self.backbone.forward(self._batch, self._model, self._batch.labels)
@@ -82,7 +84,7 @@ class PassTimer:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         forward = [marks[n].until(marks[n + 1]) for n in range(count)]
-        # Behind the forward's last mark come those of the hidden states' gradients, from the head.
+        # After the last forward mark come the marks of the backward pass, starting at the head.
         backward = [marks[n].until(marks[n + 1]) for n in range(count, 2 * count)]
         return [PartSeconds(*pair) for pair in zip(forward, reversed(backward), strict=True)]
 
@@ -100,7 +102,7 @@ class PassTimer:
 
 
 class _Mark:
-    """A moment: of the host's clock on a CPU, of the stream on CUDA."""
+    """A point in time: of the host's clock on a CPU, of the stream on CUDA."""
 
     def __init__(self, device: torch.device):
         self.event, self.seconds = None, 0.0
@@ -117,10 +119,12 @@ class _Mark:
 
 
 def random_microbatch(config: Config, device: torch.device, document_tokens: int) -> Microbatch:
-    """Return a microbatch of random tokens without media, all of whose losses count.
+    """Return a microbatch of random tokens without media, in which all losses count.
 
     Args:
-        document_tokens: as in `PassTimer`.
+        config: configuration of the run.
+        device: device of the microbatch.
+        document_tokens: see `PassTimer`.
     """
     seq_len, rows = config.data.seq_len, config.train.rows_per_microbatch
     borders = [

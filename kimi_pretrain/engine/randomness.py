@@ -1,7 +1,7 @@
-"""Chance in a step is a function of (seed, step, where a rank stands): nothing random is saved.
+"""Seeds the RNG from (seed, step, rank coordinates), so that no RNG state has to be saved.
 
-Nothing in a step draws today. A part that does, dropout for example, gets the same numbers in a run
-that was interrupted as in one that was not, because every generator starts anew at every step.
+No part of a step draws random numbers today. If a part does, for example dropout, an interrupted
+run draws the same numbers as an uninterrupted one, because every step seeds every generator.
 """
 
 import hashlib
@@ -15,20 +15,20 @@ from kimi_pretrain.engine.mesh import Mesh
 
 
 def seed_step(seed: int, step: int, mesh: Mesh) -> None:
-    """Start all generators of this process anew for a step.
+    """Seed all generators of this process for a step.
 
-    Tensor-parallel ranks share the numbers of what they hold in common, and Megatron-Core's
-    tracker gives each its own for what they cut. All other ranks differ.
+    Tensor-parallel ranks draw equal numbers for replicated tensors, and Megatron-Core's RNG tracker
+    gives each rank different numbers for sliced tensors. All other ranks draw different numbers.
 
     Args:
         seed: `train.seed`.
-        step: steps done before.
-        mesh: where this rank stands.
+        step: number of steps completed before this one.
+        mesh: mesh with the coordinates of this rank.
     """
     place = f"{mesh.stage} {mesh.replica} {mesh.cp_rank}"
     digest = hashlib.sha256(f"{seed} step {step} {place}".encode()).digest()
     key = int.from_bytes(digest[:4], "big")  # the tracker adds to it, and torch takes 64 bits
     tensor_parallel.model_parallel_cuda_manual_seed(key)
-    torch.manual_seed(key)  # the device's as well
+    torch.manual_seed(key)  # also seeds the device
     random.seed(key)
     np.random.seed(key)  # noqa: NPY002 (libraries draw from it)

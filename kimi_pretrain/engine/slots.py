@@ -1,9 +1,9 @@
-"""Other work while a pipeline stage waits: Megatron-Core's schedules run untouched.
+"""Runs other work inside pipeline bubbles, under Megatron-Core's unmodified schedules.
 
-They take a communicator as an argument. `SlotCommunicator` posts what a stage sends and receives,
-has the work of the slot done, and waits then: on CUDA the work lies on the computing stream before
-the wait for the receive, so it runs while the pipeline has nothing for it. The data iterators and a
-hook on each output say which pass begins.
+The schedules take a communicator as an argument. `SlotCommunicator` posts a stage's sends and
+receives, runs the work of the slot, and then waits. On CUDA the work precedes the wait for the
+receive on the compute stream, so it runs inside the bubble. The data iterators and a hook on each
+output report which pass begins.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,34 +20,34 @@ from kimi_pretrain.engine.microbatch import Microbatch
 
 
 class Slots(Protocol):
-    """Who works while a stage waits; see `dep.bubble_run`."""
+    """Work for the pipeline's slots; implemented in `dep.bubble_run`."""
 
     def fill(self, *, gradient: bool) -> None:
-        """Work: the stage waits for a gradient, or for the input of a forward pass."""
+        """Run work while the stage waits for a gradient or for the input of a forward pass."""
         ...
 
     def idle(self) -> AbstractContextManager[None]:
-        """Measure the wait itself."""
+        """Return a context that measures the remaining wait."""
         ...
 
     def forward(self, chunk: int, microbatch: int) -> None:
-        """A forward pass begins."""
+        """Record the start of a forward pass."""
         ...
 
     def backward(self, chunk: int, microbatch: int) -> None:
-        """A backward pass begins."""
+        """Record the start of a backward pass."""
         ...
 
     def finish(self) -> None:
-        """The last pass is over."""
+        """Run the remaining work after the last pass."""
         ...
 
 
 class SlotSchedule:
-    """One of Megatron-Core's pipeline schedules, called as it is.
+    """One of Megatron-Core's pipeline schedules, with work in its slots.
 
     Attributes:
-        slots: who works in the waits of the next training step; None: nobody.
+        slots: work for the slots of the next training step; None for no work.
     """
 
     def __init__(self, schedule: Callable[..., Any]):
@@ -57,7 +57,7 @@ class SlotSchedule:
     def __call__(
         self, *, forward_step_func, data_iterator, model, forward_only: bool = False, **options
     ) -> Any:
-        """Run the schedule, and behind its last pass what is left in the slots."""
+        """Run the schedule and, after its last pass, the remaining work of the slots."""
         slots, plain = self.slots, dict(model=model, forward_only=forward_only, **options)
         if slots is None or forward_only:
             data = dict(forward_step_func=forward_step_func, data_iterator=data_iterator)
@@ -78,7 +78,7 @@ class SlotSchedule:
 
 
 class SlotCommunicator(P2PCommunicator):
-    """Has other work done between posting a receive and waiting for it."""
+    """Communicator that runs other work between posting a receive and waiting for it."""
 
     def __init__(self, group, config, slots: Slots):
         super().__init__(group, config)
@@ -109,7 +109,7 @@ class SlotCommunicator(P2PCommunicator):
 
 
 class _Handle:
-    """A receive that the schedule waits for later; a send's handle stays as it is."""
+    """Handle of a receive that the schedule waits for later; handles of sends are not wrapped."""
 
     def __init__(self, request, slots: Slots, gradient: bool):
         self.request, self.slots, self.gradient = request, slots, gradient
@@ -121,14 +121,14 @@ class _Handle:
 
 
 def _told(slots: Slots, chunk: int, microbatches: Iterator[Microbatch]) -> Iterator[Microbatch]:
-    """Yield microbatches; a forward pass begins by asking for its own."""
+    """Yield microbatches and report each to `slots`, as a forward pass begins with this request."""
     for number, microbatch in enumerate(microbatches):
         slots.forward(chunk, number)
         yield microbatch
 
 
 def _hooked(slots: Slots, forward_step: Callable[..., Any], models: Sequence[Any]):
-    """Return a forward step whose output says when its backward pass begins."""
+    """Return a forward step whose output reports the start of its backward pass to `slots`."""
     done = [0] * len(models)
 
     def step(microbatches, model, *args):

@@ -1,4 +1,4 @@
-"""Text in the place of media: what a step costs without its encoder is measured with it."""
+"""Replaces media tokens with text, to measure the cost of a step without its encoder."""
 
 from collections.abc import Sequence
 
@@ -18,10 +18,14 @@ def replace_media_tokens(
     vocab_size: int,
     microbatches: Sequence[Microbatch],
 ) -> None:
-    """Put a text token in the place of every media token of a rank's microbatches.
+    """Replace every media token of a rank's microbatches with a text token.
 
     Args:
-        parts: which places of a microbatch the rank holds.
+        plan: the plan of the step.
+        mesh: the mesh of this rank.
+        parts: distribution of a microbatch's tokens over the ranks of a stage.
+        vocab_size: size of the vocabulary.
+        microbatches: the microbatches of this rank; their `tokens` are replaced.
     """
     rows, items = replica_rows(plan, mesh), plan.items
     is_media = np.zeros((len(rows), plan.seq_len), dtype=bool)
@@ -34,5 +38,5 @@ def replace_media_tokens(
         if microbatch.tokens is not None:
             inside = torch.from_numpy(masks[microbatch.number][held]).to(microbatch.tokens.device)
             text = torch.from_numpy(held * 7919 % (vocab_size // 2)).to(inside.device)
-            # The loader's own rows stay as they are.
+            # Do not write in place: on a CPU the tokens share memory with the loader's rows.
             microbatch.tokens = torch.where(inside, text, microbatch.tokens)

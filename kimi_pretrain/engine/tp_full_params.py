@@ -1,10 +1,10 @@
-"""Full tensors where tensor-parallel ranks hold slices.
+"""Full copies of the tensors that tensor-parallel ranks hold in slices.
 
-The optimizer orthogonalises full matrices and checkpoints hold them, so under tensor parallelism
-the full tensors are what is initialised, updated, saved and loaded. Every rank keeps a copy of
-them, of the dense part only (experts are not cut), copies its own slice into the model before a
-step, and all-gathers gradients after it. All ranks of a stage that hold copies of the slices then
-hold the same full tensors, and share the optimizer's work on them.
+The optimizer orthogonalises full matrices and checkpoints store them, so under tensor parallelism
+the full tensors are initialised, updated, saved and loaded. Every rank keeps a copy of the full
+dense tensors (experts are not sliced), copies its own slices into the model before a step, and
+all-gathers the gradients after it. All ranks of a stage therefore hold the same full tensors and
+divide the optimizer's work on them.
 """
 
 from collections.abc import Iterable
@@ -17,10 +17,10 @@ from kimi_pretrain.engine.param_names import View
 
 
 class FullParams:
-    """The full tensors of those views that are slices.
+    """The full tensors of views that are slices.
 
     Args:
-        views: of this rank; those without a slice are left alone.
+        views: views of this rank; views that are not slices are ignored.
         group: the tensor-parallel ranks, in the order of their slices.
     """
 
@@ -34,7 +34,7 @@ class FullParams:
         self.grads: dict[str, Tensor] = {}
 
     def of(self, view: View) -> View:
-        """Return the view of the full tensor that a view is a slice of, or the view itself."""
+        """Return the view of the full tensor if a view is a slice, else the view itself."""
         return View(view.name, self.data[view.name]) if view.name in self.data else view
 
     @torch.no_grad()
@@ -51,6 +51,6 @@ class FullParams:
             mine = view.of(view.param.main_grad).contiguous()  # type: ignore[attr-defined]
             whole = mine.new_empty(view.tp_slice.count * mine.shape[0], *mine.shape[1:])
             dist.all_gather_into_tensor(whole, mine, group=self.group)
-            if view.tp_slice.dim > 0:  # they lie one after the other along the first
+            if view.tp_slice.dim > 0:  # the all-gather has concatenated slices along dimension 0
                 whole = torch.cat(whole.chunk(view.tp_slice.count), dim=view.tp_slice.dim)
             self.grads[name] = whole

@@ -1,11 +1,11 @@
-"""MuonClip: Muon for matrices, AdamW for the rest, QK-Clip; in training, or for any torch model.
+"""MuonClip: Muon for matrices, AdamW for other tensors, and QK-Clip, usable with any torch model.
 
-Read in this order: `newton_schulz` (orthogonalise one matrix), `batched` (many at once), `groups`
-(which optimizer trains a tensor, and as which matrices), `muon` (the update as plain functions),
-`owners` (which rank updates which tensor), `replica_group` (those ranks), `muonclip` (the update
-sharded over them), `reduce` (gradients to owners), `broadcast` (weights from owners), `qk_clip`.
-`config` and `recipes` hold the numbers, `schedule` makes a learning rate of them, `step_stats`
-measures a step. `optimizer.MuonClip` is all of it as a `torch.optim.Optimizer`.
+Reading order: `newton_schulz` (orthogonalises one matrix), `batched` (many matrices at once),
+`groups` (optimizer and matrices of each tensor), `muon` (the update as plain functions), `owners`
+(assigns tensors to ranks), `replica_group` (the ranks that divide tensors), `muonclip` (the sharded
+update), `reduce` (gradients to owners), `broadcast` (weights from owners), `qk_clip`. `config` and
+`recipes` hold the settings, `schedule` computes the learning rate from them, and `step_stats`
+measures a step. `optimizer.MuonClip` combines all of this in a `torch.optim.Optimizer`.
 """
 
 from importlib import import_module
@@ -18,7 +18,7 @@ __all__ = ["AttentionHeads", "MuonClip", "Split"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public optimizer on first use: planning and configuration need no torch."""
+    """Import the public optimizer on first use; planning and configuration need no torch."""
     if name not in __all__:
         raise AttributeError(f"module 'kimi_pretrain.optim' has no attribute {name!r}")
     return getattr(import_module("kimi_pretrain.optim.optimizer"), name)

@@ -1,7 +1,7 @@
-"""Newton-Schulz over the pieces of many matrices: equal shapes share a call.
+"""Batched Newton-Schulz over the pieces of many matrices; pieces of equal shape share a call.
 
-A piece is read, normalised and rounded once, and its result is written once, to the place where it
-came from; the update's scale is part of the last product.
+Each piece is read, normalised and rounded once, and its result is written back once. The last
+product includes the scale of the update.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,8 +19,9 @@ from kimi_pretrain.optim.newton_schulz import (
     update_scale,
 )
 
-# Elements of a batch at most (a matrix above that goes alone). On CPUs a batch saves calls, which
-# only small matrices feel; a GPU wants work for all its processors, and memory is its bound.
+# Maximum elements of a batch; a larger matrix has its own batch. On CPUs a batch only saves call
+# overhead, which matters for small matrices. A GPU needs enough work for all its processors, and
+# memory sets its limit.
 CPU_BATCH, GPU_BATCH = 2**18, 2**29
 
 
@@ -32,6 +33,8 @@ def orthogonalise_pieces_(
 
     Args:
         matrices: [A, B] each, fp32 or wider, all on one device.
+        rules: rule of each matrix, which lists its pieces.
+        config: `ns_dtype` and `ns_steps` are read.
     """
     dtype = getattr(torch, config.ns_dtype)
     for (rows, columns), pieces in _batches(matrices, rules):
@@ -49,9 +52,9 @@ def orthogonalise_pieces_(
 def _batches(
     matrices: Sequence[Tensor], rules: Sequence[Rule]
 ) -> Iterator[tuple[tuple[int, int], list[Tensor]]]:
-    """Yield a shape [rows, columns] and pieces of it, as views [blocks, rows of a block, columns].
+    """Yield shapes [rows, columns] with their pieces, as views [blocks, rows of a block, columns].
 
-    Shapes come in the order in which they are met first, pieces in the order of their matrices.
+    Shapes are in order of first occurrence, pieces in the order of their matrices.
     """
     shapes: dict[tuple[int, int], list[Tensor]] = {}
     for matrix, rule in zip(matrices, rules, strict=True):
@@ -68,23 +71,24 @@ def _batches(
 def orthogonality_errors(
     updates: Sequence[Tensor], rules: Sequence[Rule], config: UpdateSettings
 ) -> Tensor:
-    """`orthogonality_error` of every piece of updates made by `orthogonalise_pieces_`.
+    """Return `orthogonality_error` for every piece of updates from `orthogonalise_pieces_`.
 
-    Costs about as much as one of the iteration's twenty products.
+    This costs about as much as one of the iteration's twenty products.
 
     Args:
-        updates: [A, B] each, with their scale; left as they are.
-        config: for the dtype of the product.
+        updates: [A, B] each, with their scale; not modified.
+        rules: rule of each update.
+        config: `ns_dtype` sets the dtype of the product.
 
     Returns:
-        [pieces] fp32 (or wider), in the order of the updates; empty without any.
+        [pieces] fp32 (or wider), in the order of the updates; empty if there are none.
     """
     dtype = getattr(torch, config.ns_dtype)
     errors = []
     for update, rule in zip(updates, rules, strict=True):
         for piece in rule.pieces:
             rows, columns = piece.shape(update.shape)
-            # Rounded before it is scaled back: one pass over half the bytes.
+            # Round before removing the scale, so that the division reads half the bytes.
             o = piece.rows(update).to(dtype).reshape(rows, columns).div(update_scale(rows, columns))
             errors.append(orthogonality_error(o))
     return torch.stack(errors) if errors else torch.empty(0)

@@ -1,6 +1,6 @@
 """Broadcasts updated weights from their owners in buckets, overlapped with the next update.
 
-See `muonclip` for the round of compute, launch and finish.
+See `muonclip` for the phases of a round: compute, launch and finish.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from kimi_pretrain.optim.replica_group import ReplicaGroup
 
 @dataclass
 class WeightBucket:
-    """Tensors of one owner and one dtype that are updated, then broadcast, together."""
+    """Tensors of one owner and one dtype that are updated and broadcast together."""
 
     replicas: str
     owner: int
@@ -31,7 +31,7 @@ class WeightBucket:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A collective in flight, of a flat tensor; `unpack`: where to copy its parts at the end."""
+    """A collective in flight on a flat tensor, whose parts `finish` copies to `unpack`."""
 
     work: Work
     flat: Tensor
@@ -54,11 +54,13 @@ def cut_rounds(
     """Cut the tensors into rounds of buckets.
 
     Round k of a group and dtype holds the k-th bucket of each owner, in the owners' order. Within
-    an owner, equal shapes are adjacent so that they share a Newton-Schulz call.
+    an owner, tensors of equal shape are adjacent so that they share a Newton-Schulz call.
 
     Args:
+        named: tensors of this rank.
+        rules: name -> rule.
         owners: name -> index of the owner in its replica group.
-        limits: most elements of a bucket, by replica group; a larger tensor has its own.
+        limits: replica group -> maximum elements of a bucket; a larger tensor has its own bucket.
     """
     lanes: dict[tuple[str, str], dict[int, list[WeightBucket]]] = {}
     for t in sorted(named, key=lambda t: (rules[t.name].kind, tuple(t.data.shape), t.name)):
@@ -75,11 +77,11 @@ def cut_rounds(
 
 
 def launch(bucket: WeightBucket, group: ReplicaGroup) -> Transfer:
-    """Start the broadcast of a bucket from its owner; returns at once."""
+    """Start the broadcast of a bucket from its owner without waiting for it."""
     mine = bucket.owner == group.index
     data = [tensor.data.detach() for tensor in bucket.tensors]
     in_place = len(data) == 1 and data[0].is_contiguous()
-    if in_place:  # a large tensor: no staging memory, no copies
+    if in_place:  # a large tensor needs no staging memory and no copies
         flat = data[0].view(-1)
     elif mine:
         flat = torch.cat([x.reshape(-1) for x in data])
@@ -87,7 +89,7 @@ def launch(bucket: WeightBucket, group: ReplicaGroup) -> Transfer:
         flat = data[0].new_empty(bucket.elements)
     source = group.ranks[bucket.owner]
     work = dist.broadcast(flat, source, group=group.group, async_op=True)
-    assert work is not None  # async_op gives a handle to every rank of the group
+    assert work is not None  # async_op returns a handle on every rank of the group
     return Transfer(work, flat, [] if mine or in_place else data)
 
 

@@ -1,7 +1,7 @@
-"""Every number the optimizer and its learning-rate schedule need.
+"""Settings of the optimizer and its learning-rate schedule: the `optim` section.
 
-Defaults are those of Moonlight (arXiv:2502.16982) and Kimi K2 (arXiv:2507.20534) where the papers
-or the released toy code state them.
+Defaults follow Moonlight (arXiv:2502.16982) and Kimi K2 (arXiv:2507.20534) where the papers or the
+released toy code state them.
 """
 
 import difflib
@@ -28,12 +28,12 @@ Group = Literal[
 ]
 GROUPS: tuple[Group, ...] = get_args(Group)
 
-# The two forms of `schedule`. They are no keys: errors leave out what stands in <>.
+# The two forms of `schedule`. They are not keys; error messages omit names in <>.
 NAMED, LISTED = "<recipe>", "<segments>"
 
 
 def _named_or_listed(schedule: Any) -> str:
-    """Tell pydantic which of the two forms to check: else it complains about both."""
+    """Return the tag of the form to validate, so that pydantic reports errors of only this form."""
     return LISTED if isinstance(schedule, list | tuple) else NAMED
 
 
@@ -54,18 +54,18 @@ Limit = Annotated[float | None, AfterValidator(_above_0)]
 
 
 class GroupConfig(Section):
-    """What one parameter group has of its own."""
+    """Settings of one parameter group."""
 
     lr_scale: Finite = Field(default=1.0, ge=0)
-    """Its learning rate is the schedule's times this. 0 freezes the group (attention is not clipped
-    then, either).
+    """Factor on the scheduled learning rate. 0 freezes the group; a frozen attention group is not
+    clipped either.
     [-; kimi_pretrain/optim/muon.py]"""
     weight_decay: Finite | None = Field(default=None, ge=0)
-    """Instead of the general one; null keeps that. [-; kimi_pretrain/optim/muon.py]"""
+    """Weight decay of this group; null uses optim.weight_decay. [-; kimi_pretrain/optim/muon.py]"""
 
 
 class GroupValues(NamedTuple):
-    """What an update takes from the parameter group of a tensor."""
+    """Hyperparameters of an update that depend on the tensor's parameter group."""
 
     lr: float
     weight_decay: float
@@ -76,9 +76,9 @@ class GroupValues(NamedTuple):
 
 
 class UpdateSettings(Protocol):
-    """What the update reads of its settings; `OptimConfig`, which is one, says what each is.
+    """Settings that the update reads; implemented by `OptimConfig`, which documents them.
 
-    `optimizer.MuonClip` reads its own from torch's parameter groups.
+    `optimizer.MuonClip` has another implementation, which reads torch's parameter groups.
     """
 
     matrices: Literal["muon", "adamw"]
@@ -89,7 +89,7 @@ class UpdateSettings(Protocol):
     measure_orthogonality: bool
 
     def group_values(self, group: str, lr: float) -> GroupValues:
-        """Return the values of a parameter group where the schedule says `lr`."""
+        """Return the hyperparameters of a parameter group; `lr` is the scheduled learning rate."""
         ...
 
 
@@ -98,7 +98,7 @@ _RAMP = ("lr", "min_lr", "warmup_steps", "stable_steps", "decay_steps")
 
 
 class OptimConfig(Section):
-    """Settings of MuonClip, of AdamW for what Muon does not train, and of the schedule.
+    """Settings of MuonClip, of AdamW for the tensors that Muon does not train, and of the schedule.
 
     docs/MUONCLIP.md explains them.
     """
@@ -109,33 +109,33 @@ class OptimConfig(Section):
     min_lr: float | None = None
     """Learning rate at the end of the decay and after it. [-; kimi_pretrain/optim/schedule.py]"""
     warmup_steps: int | None = Field(default=None, ge=0)
-    """Linear warm-up; lr is reached on the last of these steps.
+    """Length of the linear warm-up; its last step has the peak learning rate.
     [optimizer steps; kimi_pretrain/optim/schedule.py]"""
     stable_steps: int | None = Field(default=None, ge=0)
-    """Steps at lr after the warm-up. 0 gives a plain cosine schedule.
+    """Steps at the peak learning rate after the warm-up. 0 gives a plain cosine schedule.
     [optimizer steps; kimi_pretrain/optim/schedule.py]"""
     decay_steps: int | None = Field(default=None, ge=0)
-    """Steps from lr down to min_lr. 0 gives a constant schedule.
+    """Steps of the decay from lr to min_lr. 0 gives a constant schedule.
     [optimizer steps; kimi_pretrain/optim/schedule.py]"""
     decay: Literal["cosine", "linear"] = "cosine"
-    """Shape of the descent. [-; kimi_pretrain/optim/schedule.py]"""
+    """Shape of the decay. [-; kimi_pretrain/optim/schedule.py]"""
     schedule: Schedule | None = None
     """The learning rate as a list of segments, or the name of a published recipe (k2, moonlight);
-    then the six keys above are not given. null: they are all given (decay has a default).
+    if it is set, omit the six keys above. null: all six keys are required (decay has a default).
     [-; kimi_pretrain/optim/schedule.py]"""
     matrices: Literal["muon", "adamw"] = "muon"
-    """What trains weight matrices. "adamw": every tensor is AdamW's, for comparison.
+    """Optimizer of weight matrices. "adamw" trains every tensor with AdamW, for comparison.
     [-; kimi_pretrain/optim/groups.py]"""
     weight_decay: Finite = Field(default=0.1, ge=0)
-    """Decoupled, of every tensor (norms too), never scaled by a matrix' shape.
+    """Decoupled weight decay of every tensor, including norms; not scaled by a matrix's shape.
     [-; kimi_pretrain/optim/muon.py]"""
     groups: dict[str, GroupConfig] = Field(default_factory=dict)
-    """Parameter group -> its own learning rate and weight decay. The groups are embedding, head,
-    norms, attention, dense_mlp, experts, shared_experts, router, vision_tower, projector and
-    siglip (heads and text tower of train.siglip, always AdamW's).
+    """Learning rate and weight decay by parameter group. The groups are embedding, head, norms,
+    attention, dense_mlp, experts, shared_experts, router, vision_tower, projector and siglip (heads
+    and text tower of train.siglip, always trained by AdamW).
     [-; kimi_pretrain/optim/muon.py]"""
     momentum: float = Field(default=0.95, ge=0, lt=1)
-    """mu of M = mu*M + G. [-; kimi_pretrain/optim/muon.py]"""
+    """Momentum coefficient mu in M = mu*M + G. [-; kimi_pretrain/optim/muon.py]"""
     nesterov: bool = True
     """Orthogonalise mu*M + G (Moonlight) instead of M (Algorithm 1 of K2).
     [-; kimi_pretrain/optim/muon.py]"""
@@ -144,33 +144,33 @@ class OptimConfig(Section):
     ns_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of the Newton-Schulz products. [-; kimi_pretrain/optim/batched.py]"""
     adam_betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)
-    """Decay of AdamW's two moments. [-; kimi_pretrain/optim/muon.py]"""
+    """Decay rates of AdamW's two moments. [-; kimi_pretrain/optim/muon.py]"""
     adam_eps: float = Field(default=1e-8, gt=0)
-    """Added to AdamW's denominator. [-; kimi_pretrain/optim/muon.py]"""
+    """Epsilon added to AdamW's denominator. [-; kimi_pretrain/optim/muon.py]"""
     max_grad_norm: Limit = 1.0
-    """Global gradient norm above which gradients are scaled down; null is off.
+    """Global gradient norm above which gradients are scaled down; null disables the clip.
     [-; kimi_pretrain/update.py]"""
     qk_clip_threshold: Limit = 100.0
-    """Attention logit above which a head is clipped (QK-Clip); null is off.
+    """Attention logit above which a head is clipped (QK-Clip); null disables the clip.
     [logit; kimi_pretrain/update.py]"""
     shard_state: bool = True
-    """Each tensor's state and update on one owner among its replicas (ZeRO-1). false: every rank
-    keeps all state and does every update, the plain twin.
+    """One owner among the replicas of a tensor keeps its state and updates it (ZeRO-1). false:
+    every rank keeps all state and computes every update, as a reference.
     [-; kimi_pretrain/optim/muonclip.py]"""
     bucket_elements: int = Field(default=2**23, ge=1)
-    """Gradients are summed, and weights updated and sent, this many elements at a time; a tensor
-    that is larger goes alone. Bounds the staging memory of weights to 2 * group size * this; copies
-    of gradients go as their sums are complete.
+    """Size of the buckets in which gradients are summed and weights are updated and broadcast; a
+    larger tensor has its own bucket. Limits the staging memory of weights to 2 * group size * this;
+    staged gradients are freed when their sums are complete.
     [elements; kimi_pretrain/optim/muonclip.py]"""
     deepspeed: Literal["zero1", "zero2"] | None = None
-    """The stage of DeepSpeed's ZeRO that sums the encoder's gradients and shards AdamW's state;
-    needs a frozen language model and matrices: adamw (a flat shard cuts matrices); docs/STAGES.md.
-    null: neither needs DeepSpeed. [-; kimi_pretrain/optim/deepspeed_zero.py]"""
+    """Stage of DeepSpeed's ZeRO that sums the encoder's gradients and shards AdamW's state. Needs a
+    frozen language model and matrices: adamw, because a flat shard cuts matrices; docs/STAGES.md.
+    null: do not use DeepSpeed. [-; kimi_pretrain/optim/deepspeed_zero.py]"""
     measure_orthogonality: bool = True
     """Report how far Muon's updates are from orthogonal. [-; kimi_pretrain/optim/muonclip.py]"""
 
     def lr_of(self, group: str, lr: float) -> float:
-        """Return the learning rate of a parameter group where the schedule says `lr`."""
+        """Return the learning rate of a parameter group; `lr` is the scheduled learning rate."""
         return lr * self.groups.get(group, _PLAIN).lr_scale
 
     def weight_decay_of(self, group: str) -> float:
@@ -179,7 +179,7 @@ class OptimConfig(Section):
         return self.weight_decay if own is None else own
 
     def group_values(self, group: str, lr: float) -> GroupValues:
-        """See `UpdateSettings`."""
+        """Return the hyperparameters of a parameter group; `lr` is the scheduled learning rate."""
         return GroupValues(
             self.lr_of(group, lr),
             self.weight_decay_of(group),
@@ -204,7 +204,7 @@ class OptimConfig(Section):
 
 
 def _check_ramp(config: OptimConfig) -> None:
-    """Either `schedule` or all of lr, min_lr and the lengths; those in their ranges."""
+    """Require either `schedule` or all of lr, min_lr and the lengths, and check the two rates."""
     given = [name for name in _RAMP if getattr(config, name) is not None]
     if config.schedule is not None:
         given += [] if config.decay == "cosine" else ["decay"]

@@ -1,14 +1,15 @@
-"""AdamW under DeepSpeed's ZeRO-1 or ZeRO-2, where the encoder alone is trained: `optim.deepspeed`.
+"""AdamW under DeepSpeed's ZeRO-1 or ZeRO-2 (`optim.deepspeed`), if only the encoder is trained.
 
-DeepSpeed sums the gradients and keeps state and masters in flat shards, one a rank; the numbers of
-an update are `muon.adamw_update`'s. All else is the run's own: each rank's gradient is complete
-before DeepSpeed sees it, so ranks with any number of media, or none, make the same calls, and
-divisor, norm, clipping and the guard are those of `kimi_pretrain.update`. DeepSpeed averages over
-the ranks: what it gives is multiplied by their number.
+DeepSpeed sums the gradients and keeps state and masters in flat shards, one per rank;
+`muon.adamw_update` computes the update. Everything else works as without DeepSpeed. Each rank's
+gradient is complete before DeepSpeed receives it, so all ranks make the same calls, with or without
+media, and `kimi_pretrain.update` applies its divisor, norm, clipping and guard. DeepSpeed averages
+over the ranks, so its results are multiplied by their number.
 
-Whole tensors by name exist in between: before the first step, where a checkpoint fills them, and
-whenever state is asked for. So checkpoints are those of `DistributedMuonClip`, and go on at any
-number of ranks, or without DeepSpeed. A flat shard cuts matrices anywhere: Muon cannot be used.
+Full tensors by name exist before the first step, when a checkpoint fills them, and whenever state
+is requested. Checkpoints therefore have the format of `DistributedMuonClip`, and a run can resume
+with any number of ranks, or without DeepSpeed. Flat shards cut matrices anywhere, so Muon cannot
+use them.
 """
 
 import logging
@@ -29,17 +30,19 @@ from kimi_pretrain.optim.muonclip import DistributedMuonClip
 from kimi_pretrain.optim.step_stats import StepStats
 
 VERSION = "0.19.8"
-"""Of DeepSpeed; attributes without a promise are read, so no other is taken."""
+"""Required version of DeepSpeed; the code reads attributes that are not public."""
 
 
 class DeepSpeedAdamW(DistributedMuonClip):
-    """`DistributedMuonClip` for AdamW alone, whose sums and state are DeepSpeed's.
+    """`DistributedMuonClip` for AdamW only, with gradient sums and state in DeepSpeed.
 
-    Args are those of `DistributedMuonClip`; all tensors are in one replica group, that of all
-    ranks, and below float64. `NamedTensor.grad` is this rank's own sum, not yet added up.
+    The arguments are the same as for `DistributedMuonClip`. All tensors must be in the replica
+    group "encoder", which contains all ranks, and must not be float64. `NamedTensor.grad` is the
+    local gradient of this rank, before the sum over ranks.
 
     Raises:
-        ValueError: a tensor that is Muon's or float64; no DeepSpeed, or another version.
+        ValueError: a tensor is float64 or trained by Muon, or DeepSpeed is missing or has another
+            version.
     """
 
     def __init__(
@@ -61,20 +64,22 @@ class DeepSpeedAdamW(DistributedMuonClip):
         self._copies: dict[str, nn.Parameter] = {}
 
     def owner_ranks(self, replicas: str) -> dict[str, int] | None:
-        """Return no owner: each rank's gradients stay its own until DeepSpeed sums them."""
+        """Return no owners, because gradients stay local until DeepSpeed sums them."""
         return {}
 
     @torch.no_grad()
     def grad_square_sum(self) -> Tensor:
         """Sum the gradients over all ranks; return the sum of squares of this rank's shard.
 
-        Collective. A SUM of it over all ranks is the square of the global gradient norm, 0-d fp64.
+        This is a collective call. The result is 0-d fp64, and its sum over all ranks is the square
+        of the global gradient norm.
         """
         if not self._copies:
             self._start()
         with self._engine.coalesce_grad_reduction():
             for name, copy in self._copies.items():
-                # Another tensor of the same memory: DeepSpeed gives its gradients other memory.
+                # A separate tensor on the same memory, because DeepSpeed replaces the memory of its
+                # gradients.
                 copy.grad = self._grad(self._tensors[name]).detach()
         shards = self._engine.optimizer.averaged_gradients.values()
         norms = [torch.linalg.vector_norm(part).double() for shard in shards for part in shard]
@@ -84,7 +89,10 @@ class DeepSpeedAdamW(DistributedMuonClip):
     def step(
         self, lr: float, scale: float | Tensor = 1.0, without: Collection[str] = ()
     ) -> StepStats:
-        """Update every tensor from its summed gradient times `scale`; after `grad_square_sum`."""
+        """Update every tensor from its summed gradient times `scale`.
+
+        `grad_square_sum` must be called first.
+        """
         assert not without, "every tensor has a gradient, of zeros where there are no media"
         self.steps += 1
         stats = StepStats(self._device)
@@ -97,7 +105,7 @@ class DeepSpeedAdamW(DistributedMuonClip):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the state as `DistributedMuonClip` does. Collective once there was a step."""
+        """Return the state as `DistributedMuonClip` does; collective after the first step."""
         if self._copies:
             whole = self._deepspeed.utils.safe_get_full_optimizer_state
             for name, copy in self._copies.items():
@@ -115,7 +123,7 @@ class DeepSpeedAdamW(DistributedMuonClip):
         return len(self._groups["encoder"].ranks)
 
     def _start(self) -> None:
-        """Give DeepSpeed weights and state, as they were loaded; every rank has them whole once."""
+        """Pass the loaded weights and state to DeepSpeed; every rank briefly holds them in full."""
         by_group: dict[str, list[str]] = {}
         for name, rule in self._rules.items():
             by_group.setdefault(rule.group, []).append(name)
@@ -138,14 +146,14 @@ class DeepSpeedAdamW(DistributedMuonClip):
         )
         zero = self._engine.optimizer
         shards.begin(zero.groups_padding)
-        zero._lazy_init_hp_params_optimizer_state()  # else state exists after the first step only
+        zero._lazy_init_hp_params_optimizer_state()  # otherwise state exists only after a step
         fill: Callable[..., None] = self._deepspeed.utils.safe_set_full_optimizer_state
         for name, copy in self._copies.items():
             for part in MOMENTS["adamw"]:
                 fill(copy, self._whole(name, part), part)
 
     def _whole(self, name: str, part: str) -> Tensor:
-        """Return an owner's tensor on every rank, as a copy, fp32."""
+        """Return a copy of the owner's tensor on every rank, fp32."""
         tensor, state, group = self._tensors[name], self._state.get(name), self._groups["encoder"]
         if state is None:
             found = torch.empty_like(tensor.data, dtype=torch.float32)
@@ -158,19 +166,20 @@ class DeepSpeedAdamW(DistributedMuonClip):
 
 
 class _ShardedAdamW(torch.optim.Optimizer):
-    """AdamW on this rank's shard of each parameter group: what DeepSpeed calls in its step.
+    """AdamW on this rank's shard of each parameter group, called by DeepSpeed's step.
 
-    `now`: updates done with this one, learning rate, factor of the gradients, where to count.
+    Attributes:
+        now: number of updates including this one, learning rate, gradient scale, statistics.
     """
 
     now: tuple[int, float, float | Tensor, StepStats]
 
     def __init__(self, groups: list[dict[str, Any]], config: OptimConfig):
-        super().__init__(groups, {"lr": 0.0})  # DeepSpeed wants to find one; `now` has ours
+        super().__init__(groups, {"lr": 0.0})  # DeepSpeed requires an lr; `step` uses `now`
         self._config = config
 
     def begin(self, padding: Sequence[int]) -> None:
-        """Make state of zeros; `padding` is how much of each shard's end is no parameter's."""
+        """Allocate zero state; `padding` is the number of padding elements at each shard's end."""
         for group, unused in zip(self.param_groups, padding, strict=True):
             (shard,) = group["params"]
             group["held"] = shard.numel() - unused
@@ -197,7 +206,10 @@ class _ShardedAdamW(torch.optim.Optimizer):
 
 
 def zero_config(config: OptimConfig) -> dict[str, Any]:
-    """Return DeepSpeed's configuration: its defaults clip gradients, and sum some in 16 bits."""
+    """Return DeepSpeed's configuration.
+
+    Its defaults would clip gradients and sum some of them in 16 bits.
+    """
     stage = {"zero1": 1, "zero2": 2}[config.deepspeed or ""]
     return {
         "train_micro_batch_size_per_gpu": 1,
@@ -219,10 +231,11 @@ def zero_config(config: OptimConfig) -> dict[str, Any]:
 
 
 def check_installed(key: str) -> None:
-    """Refuse a host without DeepSpeed, or with another version; does not import it.
+    """Check that the required version of DeepSpeed is installed, without importing it.
 
     Raises:
-        ValueError: names `key` and what to install.
+        ValueError: it is not installed, or has another version; the message names `key` and the
+            package to install.
     """
     try:
         found = metadata.version("deepspeed")
@@ -236,20 +249,20 @@ def check_installed(key: str) -> None:
 
 
 def load(device: torch.device) -> Any:
-    """Import DeepSpeed for this process' device, without what it would compile on a CPU.
+    """Import DeepSpeed for this process's device, without the op that it would compile on a CPU.
 
     Raises:
-        ValueError: it is not installed, or another version.
+        ValueError: it is not installed, or has another version.
     """
     check_installed("optim.deepspeed")
-    # It would look for a device by itself, and find the CUDA that the engine feigns on a CPU.
+    # DeepSpeed's own detection would find the CUDA device that `engine.host` simulates on a CPU.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
-    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # it insists
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # DeepSpeed requires it
     import deepspeed
     from deepspeed import ops
 
-    # A C++ op of shared memory between the ranks of a host: 20 s of compiler in each fresh
-    # environment, behind a lock that a killed process leaves for ever.
+    # This C++ op for shared memory between the ranks of a host takes 20 s to compile in each fresh
+    # environment, and a killed process never releases the lock of the build.
     ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logging.getLogger("DeepSpeed").addFilter(_is_news)
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -258,5 +271,5 @@ def load(device: torch.device) -> Any:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a warning of DeepSpeed is not that it has not tested our AdamW: we have."""
+    """Return False for DeepSpeed's warning that it has not tested this AdamW; our tests have."""
     return "untested optimizer" not in record.getMessage()

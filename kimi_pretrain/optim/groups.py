@@ -1,9 +1,9 @@
-"""Which optimizer trains a tensor, in which parameter group, and how it is cut into matrices.
+"""Assigns each tensor an optimizer and a parameter group, and cuts it into matrices for Muon.
 
-All of it follows from name and shape, so all ranks agree without communication. Names are those of
-the Hugging Face checkpoint of Kimi K2.5. Kimi orthogonalises the parts of a fused projection
-separately (Moonlight, arXiv:2502.16982, fig. 9 and 10): a query projection is one matrix of all
-heads' content rows and one of all heads' rotary rows, and so on.
+The assignment depends only on name and shape, so all ranks agree without communication. Names are
+those of the Hugging Face checkpoint of Kimi K2.5. Kimi orthogonalises the parts of a fused
+projection separately (Moonlight, arXiv:2502.16982, fig. 9 and 10). For example, the content rows of
+all heads of a query projection form one matrix, and the rotary rows of all heads form another.
 """
 
 import re
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes by which fused projections of Kimi's checkpoint are cut."""
+    """Sizes for cutting the fused projections of Kimi's checkpoint."""
 
     num_heads: int
     qk_nope_dim: int
@@ -50,10 +50,12 @@ class ModelShape:
         """Return the rule of a tensor.
 
         Args:
-            matrices: `OptimConfig.matrices`; "adamw" gives Muon's matrices to AdamW as well.
+            name: checkpoint name of the tensor.
+            shape: shape of the tensor.
+            matrices: `OptimConfig.matrices`; "adamw" also assigns Muon's matrices to AdamW.
 
         Raises:
-            ValueError: the name is not one of the checkpoint's, or the shape does not fit.
+            ValueError: the checkpoint has no such name, or the shape does not fit.
         """
         shape = tuple(shape)
         for pattern, group, cut in _RULES:
@@ -69,19 +71,19 @@ class ModelShape:
 
 
 MOMENTS: dict[str, tuple[str, ...]] = {"muon": ("momentum",), "adamw": ("exp_avg", "exp_avg_sq")}
-"""What an owner keeps of a tensor besides its master copy, by the kind of its rule."""
+"""Kind of a rule -> state tensors that the owner keeps in addition to the master copy."""
 
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """One tensor of the checkpoint as the optimizer sees it.
+    """One checkpoint tensor as the optimizer sees it.
 
     Args:
         name: checkpoint name, unique on a rank; ranks of one replica group hold the same names.
         data: view into a model parameter, updated in place.
-        grad: returns the gradient, same shape as data. When the optimizer steps, it has to be the
-            sum over the replica group on the tensor's owner; on other ranks it is not read.
-        replicas: name of the process group whose ranks hold an identical copy.
+        grad: returns the gradient, in the shape of `data`. In an optimizer step, it must return the
+            sum over the replica group on the tensor's owner; other ranks do not read it.
+        replicas: name of the process group whose ranks hold identical copies.
     """
 
     name: str
@@ -92,7 +94,7 @@ class NamedTensor:
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of a matrix that are orthogonalised together: start:stop of each of `blocks` blocks."""
+    """Rows of a matrix that are orthogonalised together: rows start:stop of each of its blocks."""
 
     name: str
     blocks: int
@@ -100,19 +102,19 @@ class Piece:
     stop: int
 
     def shape(self, whole: Sequence[int]) -> tuple[int, int]:
-        """[rows, columns] of this piece of a tensor of shape [A, ...], flattened to a matrix."""
+        """Return [rows, columns] of this piece in a tensor [A, ...] flattened to a matrix."""
         return self.blocks * (self.stop - self.start), prod(whole[1:])
 
     def rows(self, matrix: Tensor) -> Tensor:
-        """View [blocks, rows of a block, B] into a [A, B] matrix (splitting an axis is a view)."""
+        """Return the piece as a view [blocks, rows of a block, B] into a matrix [A, B]."""
         return rearrange(matrix, "(n r) b -> n r b", n=self.blocks)[:, self.start : self.stop]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What trains a tensor, and in which parameter group it is.
+    """Optimizer, parameter group and pieces of a tensor.
 
-    `pieces` cover a Muon matrix exactly once; AdamW has none.
+    `pieces` cover a Muon matrix exactly once; an AdamW tensor has none.
     """
 
     kind: Literal["muon", "adamw"]
@@ -121,22 +123,22 @@ class Rule:
 
 
 class TensorRules(Protocol):
-    """The rules of a model's tensors: `ModelShape` for Kimi's checkpoint, a user's otherwise."""
+    """Rules of a model's tensors: `ModelShape` for Kimi's checkpoint, or a user's own rules."""
 
     def rule_of(
         self, name: str, shape: Sequence[int], matrices: Literal["muon", "adamw"] = "muon"
     ) -> Rule:
-        """Return the rule of a tensor, by name and shape alone."""
+        """Return the rule of a tensor; it depends only on name and shape."""
         ...
 
 
 def as_matrix(x: Tensor) -> Tensor:
-    """View [A, ...] as [A, B]: a convolution becomes one row per output channel."""
+    """Return [A, ...] as a view [A, B]; a convolution has one row per output channel."""
     return x.flatten(1)
 
 
 def replicas_of(name: str) -> Literal["dense", "expert", "encoder"]:
-    """Which kind of process group holds copies of a tensor."""
+    """Return the kind of process group that holds copies of a tensor."""
     if not name.startswith("language_model."):
         return "encoder"
     return "expert" if ".mlp.experts." in name else "dense"
@@ -145,7 +147,7 @@ def replicas_of(name: str) -> Literal["dense", "expert", "encoder"]:
 def _pieces(
     name: str, shape: tuple[int, ...], model: ModelShape, cut: "_Cut | None"
 ) -> tuple[Piece, ...]:
-    """Cut a block of rows into named parts, in order, the same way in each block."""
+    """Cut each block of rows into the same named parts, in order."""
     if cut is None:
         return ()
     dims, of = cut
@@ -163,7 +165,7 @@ def _pieces(
     )
 
 
-# How Muon cuts a tensor: its dimensions, and (blocks, part -> rows of it in a block).
+# Cut of a tensor for Muon: its number of dimensions, and (blocks, part -> its rows in a block).
 _Cut = tuple[int, Callable[[tuple[int, ...], ModelShape], tuple[int, dict[str, int]]]]
 _WHOLE: _Cut = (2, lambda shape, model: (1, {"whole": shape[0]}))
 _CONVOLUTION: _Cut = (4, _WHOLE[1])
@@ -178,7 +180,7 @@ _ADAMW = None
 
 _LAYER = r"language_model\.model\.layers\.\d+\."
 _BLOCK = r"vision_tower\.encoder\.blocks\.\d+\."
-# Name, parameter group (`optim.groups` of the configuration), and how Muon cuts it.
+# Name, parameter group (`optim.groups` of the configuration), and cut for Muon.
 _RULES: tuple[tuple[str, Group, _Cut | None], ...] = (
     (r"language_model\.model\.embed_tokens\.weight", "embedding", _ADAMW),
     (r"language_model\.lm_head\.weight", "head", _ADAMW),

@@ -1,14 +1,14 @@
-"""Muon and AdamW as plain functions, and the optimizer of one process made of them.
+"""Muon and AdamW as plain functions, and a single-process optimizer that uses them.
 
 For a matrix W with gradient G (Moonlight, arXiv:2502.16982, eq. 1 to 4):
 
     M <- mu M + G
-    O  = NewtonSchulz(mu M + G)                   of each piece of W by itself
+    O  = NewtonSchulz(mu M + G)                   for each piece of W separately
     W <- (1 - lr wd) W - lr 0.2 sqrt(max(A, B)) O
 
-The factor brings Muon's step to AdamW's size, so that one learning rate and one weight decay serve
-both; a parameter group may scale the one and replace the other. `PlainMuon` is the slow twin that
-`muonclip.DistributedMuonClip` is tested against.
+The factor 0.2 sqrt(max(A, B)) matches the RMS of AdamW's updates, so that one learning rate and one
+weight decay serve both. A parameter group may scale the learning rate and replace the weight decay.
+`PlainMuon` is the slow reference in the tests of `muonclip.DistributedMuonClip`.
 """
 
 from collections.abc import Sequence
@@ -32,18 +32,19 @@ def muon_update(
     config: UpdateSettings,
     clock: AbstractContextManager[object] | None = None,
 ) -> list[Tensor]:
-    """One Muon step of several tensors, in place on weights and momenta.
+    """Run one Muon step for several tensors, in place on weights and momenta.
 
     Args:
-        weights: [A, ...] each, fp32 (or wider): the master, not a bf16 copy.
-        grads: same shapes and dtype, already scaled.
-        momenta: same shapes and dtype.
-        rules: how each tensor is cut, and its parameter group.
-        lr: learning rate of this step by the schedule; each group scales it for itself.
-        clock: entered around the orthogonalisation, to time it.
+        weights: [A, ...] each, fp32 (or wider); masters, not bf16 copies.
+        grads: gradients of the same shapes and dtype, already scaled.
+        momenta: momenta of the same shapes and dtype.
+        rules: pieces and parameter group of each tensor.
+        lr: scheduled learning rate of this step, before the scale of a parameter group.
+        config: settings of the update.
+        clock: context around the orthogonalisation, to time it.
 
     Returns:
-        The updates before lr, [A, B] each (a convolution is flattened).
+        The updates before the learning rate, [A, B] each (a convolution is flattened).
     """
     values, inputs = [config.group_values(rule.group, lr) for rule in rules], []
     for grad, momentum, own in zip(grads, momenta, values, strict=True):
@@ -69,13 +70,13 @@ def adamw_update(
     lr: float,
     config: UpdateSettings,
 ) -> Tensor:
-    """One AdamW step, in place on weight, exp_avg and exp_avg_sq (all one shape, fp32 or wider).
+    """Run one AdamW step, in place on weight, exp_avg and exp_avg_sq (same shape, fp32 or wider).
 
-    `step` counts from 1: it corrects the bias of the two averages. `lr` is the schedule's; the
-    rule's parameter group scales it, as in `muon_update`.
+    `step` counts from 1 and corrects the bias of the two averages. `lr` is the scheduled learning
+    rate, before the scale of the parameter group, as in `muon_update`.
 
     Returns:
-        The update before lr, of the weight's shape.
+        The update before the learning rate, in the shape of the weight.
     """
     own = config.group_values(rule.group, lr)
     beta1, beta2 = own.betas
@@ -88,9 +89,10 @@ def adamw_update(
 
 
 class PlainMuon:
-    """The whole optimizer over a list of fp32 (or fp64) tensors in one process.
+    """Optimizer of fp32 (or fp64) tensors in one process.
 
-    No masters, no gradient clip, no QK-Clip. With `matrices: adamw` it is AdamW on every tensor.
+    It has no masters, no gradient clip and no QK-Clip. With `matrices: adamw` it applies AdamW to
+    every tensor.
     """
 
     def __init__(self, named: Sequence[NamedTensor], config: OptimConfig, shape: ModelShape):
@@ -106,7 +108,7 @@ class PlainMuon:
 
     @torch.no_grad()
     def step(self, lr: float, scale: float = 1.0) -> None:
-        """Update every tensor from its gradient times `scale`; `lr` is the schedule's."""
+        """Update every tensor from its gradient times `scale`, with the scheduled rate `lr`."""
         self.steps += 1
         muon_update(
             [t.data for t in self.muon],

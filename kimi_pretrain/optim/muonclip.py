@@ -1,19 +1,19 @@
 """MuonClip sharded by whole tensors (ZeRO-1): one owner updates a tensor and broadcasts it.
 
-Newton-Schulz needs whole matrices, so optimizer state is sharded by tensor and not by slices of a
-flat buffer. The ranks of a replica group divide its tensors (`owners.choose_owners`). Only the
+Newton-Schulz needs whole matrices, so optimizer state is sharded by tensor instead of by slices of
+a flat buffer. The ranks of a replica group divide its tensors (`owners.choose_owners`). Only the
 owner receives the summed gradient (`reduce`) and keeps momentum, moments and fp32 master. Updated
-weights are broadcast once, in their own dtype: the same bytes as ZeRO-1. A step works in rounds.
-In round k, for the k-th bucket of each owner in turn
+weights are broadcast once, in their own dtype, which moves as many bytes as ZeRO-1. A step runs in
+rounds. Round k processes the k-th bucket of each owner in turn:
 
-    compute   update it, if it is this rank's own
-    launch    start its broadcast: send it, or receive another owner's
-    finish    behind the last: wait for round k-1, copy received weights into the model
+    compute   update the bucket, if this rank owns it
+    launch    start its broadcast
+    finish    after the last bucket: wait for round k-1, copy received weights into the model
 
-so the products of one bucket run while the one before is on its way. Buckets are cut from names,
-shapes and dtypes alone, so all ranks of a group issue the same collectives in the same order.
-A single process runs the same class and broadcasts nothing. With `shard_state` off every rank
-receives all sums, keeps all state and does every update: the plain twin.
+The products of one bucket therefore overlap with the broadcast of the previous one. Buckets depend
+only on names, shapes and dtypes, so all ranks of a group issue the same collectives in the same
+order. A single process runs the same class and broadcasts nothing. Without `shard_state`, every
+rank receives all sums, keeps all state and computes every update, as a reference.
 """
 
 import re
@@ -43,9 +43,9 @@ from kimi_pretrain.optim.reduce import GradientReduction
 from kimi_pretrain.optim.replica_group import ReplicaGroup
 from kimi_pretrain.optim.step_stats import StepStats
 
-ADAMW_ELEMENTS = 2**24  # updated by AdamW at a time; bounds its three fp32 temporaries
-# Updated at a time where nothing is broadcast (a replica group of one rank): enough for
-# Newton-Schulz to batch small matrices on a GPU.
+ADAMW_ELEMENTS = 2**24  # per AdamW call; limits its three fp32 temporaries
+# Bucket size if nothing is broadcast (a replica group of one rank); large enough for Newton-Schulz
+# to batch small matrices on a GPU.
 UNSENT_ELEMENTS = 2**26
 
 
@@ -55,21 +55,24 @@ class DistributedMuonClip:
     Args:
         named: tensors of this rank. All ranks of a replica group hold the same names, shapes and
             dtypes in the same order (checked here), and the same values.
-        groups: process group of each name in `NamedTensor.replicas`; None is this process alone.
+        groups: process group of each name in `NamedTensor.replicas`; None for a single process.
             All ranks of a group construct this object together.
-        rules: how each tensor is trained; a `ModelShape` for Kimi's checkpoint.
+        config: settings of the update.
+        rules: rule of each tensor; a `ModelShape` for Kimi's checkpoint.
 
     Attributes:
-        steps: updates done.
-        missed: name -> updates without a gradient here; only `optim.optimizer` gives `without`.
-        owners: name -> index of the owner inside the tensor's replica group. With `shard_state`
-            off it only says which rank counts a tensor (`leads`).
-        bytes_moved: by the broadcasts of the last step, counted at the sender: n - 1 times the
-            size. Summed over ranks: what the job moved. (`GradientReduction` counts gradients.)
+        steps: number of completed updates.
+        missed: name -> updates without a gradient on this rank; only `optim.optimizer` passes
+            `without`.
+        owners: name -> index of the owner in the tensor's replica group. Without `shard_state`, it
+            only selects the rank that counts a tensor (`leads`).
+        bytes_moved: bytes broadcast in the last step, counted at the sender as n - 1 times the
+            size. The sum over ranks is the traffic of the job. (`GradientReduction` counts
+            gradients.)
 
     Raises:
-        ValueError: unknown or repeated name, a shape that does not fit, a missing group, or ranks
-            of a group with different tensors.
+        ValueError: a name is unknown or repeated, a shape does not fit, a group is missing, or
+            ranks of a group have different tensors.
     """
 
     def __init__(
@@ -100,17 +103,17 @@ class DistributedMuonClip:
         }
 
     def owns(self, name: str) -> bool:
-        """Whether this rank keeps a tensor's state and updates it (every rank without sharding)."""
+        """Return whether this rank keeps a tensor's state and updates it; True without sharding."""
         return not self.config.shard_state or self.leads(name)
 
     def leads(self, name: str) -> bool:
-        """Whether this is the one rank that counts a tensor in sums over the job."""
+        """Return whether this rank is the one that counts a tensor in sums over the job."""
         return self.owners[name] == self._groups[self._tensors[name].replicas].index
 
     def owner_ranks(self, replicas: str) -> dict[str, int] | None:
-        """Return the rank in the whole job that owns each tensor of a replica group.
+        """Return the global rank that owns each tensor of a replica group.
 
-        None says that every rank does (`shard_state` is off).
+        The result is None without `shard_state`, when every rank updates every tensor.
         """
         if not self.config.shard_state:
             return None
@@ -121,10 +124,11 @@ class DistributedMuonClip:
     def gradient_reduction(
         self, order: Iterable[str], groups: Mapping[str, ProcessGroup | None]
     ) -> GradientReduction:
-        """Return the reduction of gradients to the owners chosen here.
+        """Return the reduction of gradients to the owners.
 
         Args:
             order: names in the order in which a backward pass completes their gradients.
+            groups: see `GradientReduction`.
         """
         tensors = [self._tensors[name] for name in order]
         owners: dict[str, int] | None = None
@@ -136,14 +140,14 @@ class DistributedMuonClip:
 
     @torch.no_grad()
     def grad_square_sum(self) -> Tensor:
-        """Sum of squares of the gradients of the tensors that this rank leads, unscaled.
+        """Return the sum of squares of the unscaled gradients of the tensors that this rank leads.
 
-        Every tensor of the model is led by one rank, so a SUM over all ranks is the square of the
-        global gradient norm, and is not finite as soon as any gradient is not.
+        Exactly one rank leads each tensor, so the sum over all ranks is the square of the global
+        gradient norm. It is not finite if any gradient is not.
 
         Returns:
-            0-d fp64. Each tensor's norm is taken by itself, so the figure depends on who owns what
-            only by fp64 rounding.
+            0-d fp64. Each tensor's norm is computed separately, so the assignment of owners changes
+            the sum only by fp64 rounding.
         """
         norms = []
         for name in filter(self.leads, self._state):
@@ -157,14 +161,17 @@ class DistributedMuonClip:
     ) -> StepStats:
         """Update every tensor from its gradient times `scale`; all ranks of all groups call it.
 
+        On return the weights are bit-identical on all ranks of a group (on CUDA, once the current
+        stream has finished its work).
+
         Args:
-            scale: clip factor and divisor in one; the same on all ranks.
-            without: names of tensors that have no gradient on this rank. If it owns them, they and
-                their state stay as they are.
+            lr: scheduled learning rate.
+            scale: clip factor times 1 / divisor; the same on all ranks.
+            without: names of tensors that have no gradient on this rank. If this rank owns them,
+                they and their state do not change.
 
         Returns:
-            Figures of this rank. On return the weights are bit-identical on all ranks of a group
-            (on CUDA: once the current stream has caught up).
+            Statistics of this rank.
         """
         self.steps += 1
         self.missed.update(without)
@@ -194,7 +201,7 @@ class DistributedMuonClip:
         scale: float | Tensor,
         stats: StepStats,
     ) -> None:
-        """Update owned tensors and their state; write masters back into the model."""
+        """Update owned tensors and their state, and copy masters back into the model."""
         grads = {t.name: self._grad(t) for t in tensors}
         muon = [t.name for t in tensors if self._rules[t.name].kind == "muon"]
         rules = [self._rules[name] for name in muon]
@@ -213,7 +220,7 @@ class DistributedMuonClip:
             stats.orthogonality(orthogonality_errors(updates, rules, self.config))
         for name in sorted(grads.keys() - set(muon)):
             rule, whole = self._rules[name], (*self._state[name].columns(), grads[name])
-            # In parts: fp32 temporaries of a whole embedding could exhaust the owner's memory.
+            # Update in parts, as fp32 temporaries of a whole embedding could exhaust the memory.
             for weight, mean, square, grad in zip(*(_parts(x) for x in whole), strict=True):
                 own = self._scaled(name, grad, scale), mean, square, rule
                 updates_done = self.steps - self.missed[name]
@@ -242,16 +249,17 @@ class DistributedMuonClip:
     def apply_qk_clip(self, q_name: str, kv_b_name: str, gamma: Tensor, shape: ModelShape) -> None:
         """Clip the queries and keys of one layer, after `step`; all ranks of its group call it.
 
-        Momentum is left as it is, as in Kimi K2. A rank that does not hold the layer has nothing
-        to do.
+        Momentum does not change, as in Kimi K2. On a rank without the layer, this does nothing.
 
         Args:
             q_name: checkpoint name of the layer's q_b_proj (or q_proj) weight.
             kv_b_name: checkpoint name of its kv_b_proj weight.
             gamma: [heads] from `qk_clip.factors`, the same on all ranks.
+            shape: sizes of the model.
 
         Raises:
-            ValueError: not such names, only one of the two is held, or sizes do not fit `shape`.
+            ValueError: the names are wrong, this rank holds only one of the two tensors, or sizes
+                do not fit `shape`.
         """
         wanted = (r"\.self_attn\.q(_b)?_proj\.weight", r"\.self_attn\.kv_b_proj\.weight")
         names = (q_name, kv_b_name)
@@ -277,7 +285,7 @@ class DistributedMuonClip:
     def change_weight(self, name: str, change: Callable[[Tensor], None]) -> None:
         """Apply an in-place change to a weight, and to its master if this rank owns it.
 
-        All ranks of the group call it with the same change, so nothing is sent.
+        All ranks of the group must call it with the same change, so no communication is needed.
         """
         change(self._tensors[name].data)
         if name in self._state and self._state[name].has_master:
@@ -285,18 +293,18 @@ class DistributedMuonClip:
 
     @torch.no_grad()
     def sync_masters(self) -> None:
-        """Copy weights into masters, after weights were loaded without optimizer state."""
+        """Copy weights into masters; needed after weights are loaded without optimizer state."""
         for name, state in self._state.items():
             if state.has_master:
                 state.weight.copy_(self._tensors[name].data)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """State of the owned tensors, and the step count under 'optim.step' (same on all ranks).
+        """Return the state of the owned tensors, and the step count as 'optim.step'.
 
         Names do not depend on the layout: 'optim.momentum.<tensor>', 'optim.exp_avg.<tensor>',
         'optim.exp_avg_sq.<tensor>', 'optim.master.<tensor>' (only for weights below fp32). The
-        union over all ranks is the whole state, whatever the number of ranks. Tensors are not
-        copies: write or clone them before the next step.
+        union over all ranks is the whole state, for any number of ranks. Tensors are not copies:
+        write or clone them before the next step.
         """
         state = {"optim.step": torch.tensor(self.steps)}
         for name in self._state:
@@ -304,17 +312,17 @@ class DistributedMuonClip:
         return state
 
     def parts(self, name: str) -> dict[str, Tensor]:
-        """Return the state of a tensor by part ('momentum', ...); empty where not owned."""
+        """Return the state of a tensor by part ('momentum', ...); empty if not owned."""
         return self._state[name].parts() if name in self._state else {}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load the state of tensors this rank owns; entries of other ranks' tensors are ignored.
+        """Load the state of the tensors that this rank owns, and ignore all other entries.
 
-        Does not load weights: they are the model's.
+        Weights are part of the model and are not loaded here.
 
         Raises:
-            ValueError: an owned entry is missing, or has another shape or dtype. Nothing has been
+            ValueError: an owned entry is missing, or has another shape or dtype; no state has
                 changed then.
         """
         own = self.state_dict()
@@ -337,7 +345,10 @@ class DistributedMuonClip:
 
 @dataclass(frozen=True)
 class _State:
-    """An owner's state of a tensor. `weight`: the fp32 master, or the model's own if wide."""
+    """An owner's state of a tensor.
+
+    `weight` is the fp32 master, or the model's own tensor if its dtype is not below fp32.
+    """
 
     weight: Tensor
     has_master: bool
@@ -354,7 +365,7 @@ class _State:
         return _State(data.to(wide, memory_format=torch.contiguous_format), True, moments)
 
     def columns(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What AdamW updates element by element: weight and both averages."""
+        """Return the tensors that AdamW updates element by element: weight and both averages."""
         return self.weight, self.moments["exp_avg"], self.moments["exp_avg_sq"]
 
     def parts(self) -> dict[str, Tensor]:
@@ -368,7 +379,7 @@ def _parts(x: Tensor) -> Sequence[Tensor]:
 
 
 def _state_dtype(x: Tensor) -> torch.dtype:
-    """fp32, or wider if the tensor is."""
+    """Return fp32, or the tensor's dtype if it is wider."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -378,10 +389,10 @@ def _divide(
     rules: TensorRules,
     config: UpdateSettings,
 ) -> dict[str, int]:
-    """Choose the owners, group after group in `ORDER`: name -> index inside its replica group.
+    """Return the owners, name -> index in its replica group, chosen group by group in `ORDER`.
 
-    The ranks of a group exchange what they own in groups before it and expect in groups after it,
-    so all compute the same owners.
+    The ranks of a group exchange their load from earlier groups and their expected load from later
+    groups, so all compute the same owners.
     """
     owners: dict[str, int] = {}
     sizes = [(t.replicas, TensorSize.of(t.name, t.data)) for t in named]

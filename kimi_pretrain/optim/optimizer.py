@@ -1,10 +1,10 @@
 """MuonClip as a `torch.optim.Optimizer`, for any model; docs/alone/muonclip.md has an example.
 
-Rules say by name which parameters are Muon's matrices and which AdamW's. Learning rates, weight
-decay, momentum and betas stand in torch's parameter groups, where torch's schedulers change them.
-Updates, state and their division among ranks are those of `muonclip.DistributedMuonClip`: with a
-process group each parameter is updated by one rank, which broadcasts it (ZeRO-1 by whole tensors),
-so gradients have to be summed before, as DistributedDataParallel does.
+Rules by name select the parameters that Muon and AdamW train. Learning rates, weight decay,
+momentum and betas are in torch's parameter groups, where torch's schedulers change them.
+`muonclip.DistributedMuonClip` implements updates, state and their division among ranks. With a
+process group, one rank updates each parameter and broadcasts it (ZeRO-1 by whole tensors), so
+gradients must already be summed over ranks, as DistributedDataParallel does.
 """
 
 import copy
@@ -30,13 +30,15 @@ from kimi_pretrain.optim.replica_group import ReplicaGroup
 
 @dataclass(frozen=True)
 class Split:
-    """How a weight is read as matrices, each orthogonalised by itself.
+    """Division of a weight into matrices that are orthogonalised separately.
 
     Args:
-        rows: of each part of a fused weight, in order: (d, d, d) for a fused QKV; () is one part.
-        blocks: the parts repeat so often. The same part of all blocks is one matrix: rows (64, 32)
-            and 16 blocks are all heads' content rows and all heads' rotary rows.
-        stacked: the first axis counts matrices, as of experts [experts, rows, columns].
+        rows: number of rows of each part of a fused weight, in order: (d, d, d) for a fused QKV; ()
+            for a single part.
+        blocks: number of repetitions of the parts. The same part of all blocks is one matrix: rows
+            (64, 32) and 16 blocks give one matrix of all heads' content rows and one of all heads'
+            rotary rows.
+        stacked: True if the first axis enumerates matrices, as in experts [experts, rows, columns].
     """
 
     rows: tuple[int, ...] = ()
@@ -47,7 +49,7 @@ class Split:
         """Return the pieces of a weight, as rows of the matrix [rows of the whole stack, columns].
 
         Raises:
-            ValueError: the weight has no such parts.
+            ValueError: the weight does not divide into these parts.
         """
         if len(shape) < 2 + self.stacked or 0 in shape or (self.stacked and self.blocks > 1):
             raise ValueError(
@@ -77,15 +79,17 @@ Rows = str | tuple[str, int, int]  # a parameter, or (its name, first row, end r
 
 @dataclass(frozen=True)
 class AttentionHeads:
-    """The query and key rows of one attention layer's heads, for QK-Clip.
+    """Query and key rows of one attention layer's heads, for QK-Clip.
 
     Args:
-        query: parameter name, or (name, first row, end row) of a fused one. The rows are those of
-            head 0, then head 1, ...
-        key: likewise. None where heads share their keys (GQA, MQA): the query takes all of gamma.
-        rope_rows: of each query head, behind the others, that meet a key shared by all heads (the
+        query: parameter name, or (name, first row, end row) of a fused parameter. The rows are
+            ordered by head.
+        key: the same for keys. None if heads share keys (GQA, MQA); gamma then scales only the
+            query.
+        rope_rows: number of rows at the end of each query head whose key all heads share (the
             rotary rows of latent attention).
-        value_rows: of each key head, behind the key's, that are values (latent attention's kv_b).
+        value_rows: number of rows at the end of each key head that are values (kv_b of latent
+            attention).
     """
 
     query: Rows
@@ -95,33 +99,34 @@ class AttentionHeads:
 
 
 class MuonClip(torch.optim.Optimizer):
-    """Muon with AdamW's update RMS for matrices, AdamW for the rest, and QK-Clip.
+    """Muon with AdamW's update RMS for matrices, AdamW for other parameters, and QK-Clip.
 
-    State is fp32, or fp64 for fp64 parameters; parameters below fp32 get an fp32 master. A
-    parameter without a gradient is left alone in that step.
+    State is fp32, or fp64 for fp64 parameters; parameters below fp32 get an fp32 master. A step
+    does not change parameters without a gradient.
 
     Args:
-        params: `model.named_parameters()`, or parameter groups whose "params" are named so.
-        lr: learning rate, shared by Muon and AdamW (updates have RMS 0.2 either way).
-        rules: what trains a parameter. A mapping from patterns ("blocks.*.weight", first match
-            counts) to "muon", "adamw" or a `Split`, or a function of name and parameter. "muon" is
-            one matrix, of a convolution one row per output channel. Embeddings and output heads
-            should be "adamw". Parameters below two dimensions need no rule: they are AdamW's.
-        weight_decay: decoupled, of every parameter.
-        momentum, nesterov: of Muon.
-        betas, eps: of AdamW.
+        params: `model.named_parameters()`, or parameter groups whose "params" are such pairs.
+        lr: learning rate, shared by Muon and AdamW (updates of both have RMS 0.2).
+        rules: optimizer of each parameter: a mapping from patterns ("blocks.*.weight"; the first
+            match counts) to "muon", "adamw" or a `Split`, or a function of name and parameter.
+            "muon" treats the parameter as one matrix, with one row per output channel for a
+            convolution. Embeddings and output heads should be "adamw". Parameters with fewer than
+            two dimensions need no pattern; AdamW trains them.
+        weight_decay: decoupled weight decay of every parameter.
+        momentum, nesterov: hyperparameters of Muon.
+        betas, eps: hyperparameters of AdamW.
         attention: layers for `qk_clip`.
         qk_clip_threshold: attention logit above which a head is clipped.
-        process_group: ranks with equal parameters that divide state and updates; None is this
-            process alone. All of them construct, step and clip together.
-        ns_steps: Newton-Schulz iterations.
-        ns_dtype: precision of their products.
-        bucket_elements: elements updated and broadcast at a time.
+        process_group: ranks with equal parameters that divide state and updates; None for a single
+            process. All ranks must construct, step and clip together.
+        ns_steps: number of Newton-Schulz iterations.
+        ns_dtype: precision of the Newton-Schulz products.
+        bucket_elements: maximum elements of a bucket that is updated and broadcast at once.
 
     Raises:
-        ValueError: parameters without names, one under two names, no rule for one, a pattern that
-            matches none, a split or attention rows that do not fit, a value out of range, a
-            parameter without memory of its own, or ranks with different parameters.
+        ValueError: a parameter has no name, two names, no rule, or no contiguous memory; a pattern
+            matches no parameter; a split or attention rows do not fit; a value is out of range; or
+            ranks have different parameters.
     """
 
     def __init__(
@@ -178,9 +183,10 @@ class MuonClip(torch.optim.Optimizer):
         self._show_state()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MuonClip":
-        """Return an optimizer of copies of the parameters; with a process group a collective call.
+        """Return an optimizer for copied parameters; collective with a process group.
 
-        Parameters of a model that is copied in the same call become that copy's. Hooks stay behind.
+        If the same call copies the model, the new optimizer refers to the copied parameters. Hooks
+        are not copied.
         """
         groups = [
             {**group, "params": list(zip(group.pop("param_names"), group["params"], strict=True))}
@@ -201,15 +207,16 @@ class MuonClip(torch.optim.Optimizer):
         return twin
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled: torch pickles groups and state alone, which cannot step."""
+        """Refuse to be pickled: torch pickles only groups and state, which cannot step."""
         raise TypeError("MuonClip cannot be pickled; save its state_dict()")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Used by the constructor only.
+        """Add a parameter group; only the constructor may call it.
 
         Raises:
-            ValueError: no names, or a value out of range.
-            RuntimeError: the optimizer is built: its division among ranks is fixed.
+            ValueError: parameters have no names, or a value is out of range.
+            RuntimeError: the optimizer is already constructed, so its division among ranks is
+                fixed.
         """
         if hasattr(self, "_core"):
             raise RuntimeError("MuonClip: give all parameter groups when it is constructed")
@@ -228,7 +235,7 @@ class MuonClip(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update all parameters; with a process group a collective call.
+        """Update all parameters; with a process group, this is a collective call.
 
         Raises:
             RuntimeError: a parameter's memory was replaced since construction.
@@ -255,20 +262,20 @@ class MuonClip(torch.optim.Optimizer):
 
     @torch.no_grad()
     def qk_clip(self, max_logits: Tensor) -> int:
-        """Shrink query and key weights of heads whose logits exceeded the threshold, after `step`.
+        """Scale down query and key weights of heads whose logits exceed the threshold.
 
-        Kimi K2, arXiv:2507.20534, section 2.1. With a process group a collective call: the maxima
-        of all ranks count, and all ranks clip alike.
+        Call it after `step`; see Kimi K2, arXiv:2507.20534, section 2.1. With a process group this
+        is a collective call that uses the maxima of all ranks, so all ranks clip equally.
 
         Args:
             max_logits: [layers, heads] largest softmax input (scaled) of each head on this rank
-                since the last step, in the order of `attention`; -inf where there was none.
+                since the last step, in the order of `attention`; -inf for a head without tokens.
 
         Returns:
-            Number of heads clipped.
+            Number of clipped heads.
 
         Raises:
-            ValueError: another number of layers, or rows that heads do not divide.
+            ValueError: the number of layers differs, or the rows do not divide into the heads.
         """
         if max_logits.ndim != 2 or len(max_logits) != len(self._attention):
             raise ValueError(
@@ -277,7 +284,7 @@ class MuonClip(torch.optim.Optimizer):
             )
         for layer in self._attention:
             _check_heads(layer, max_logits.shape[1], self._matrices)
-        # Infinity stands for NaN, which a maximum over ranks may drop: both mean "no factor".
+        # Replace NaN by infinity, because a MAX over ranks may drop NaN; both mean "no factor".
         maxima = max_logits.detach().to(next(iter(self._matrices.values())).device).double()
         maxima = self._group.maximum(maxima.masked_fill(maxima.isnan(), torch.inf))
         gamma = factors(maxima, self._threshold)
@@ -290,17 +297,17 @@ class MuonClip(torch.optim.Optimizer):
         return int((gamma < 1).sum())
 
     def sync_masters(self) -> None:
-        """Copy parameters into fp32 masters, after they were changed outside of the optimizer."""
+        """Copy parameters into fp32 masters; needed after changing them outside the optimizer."""
         self._core.sync_masters()
 
     def full_state_dict(self, to: int = 0) -> dict[str, Any] | None:
         """Return the state dict of all ranks, on the CPU; a collective call.
 
-        `state_dict` holds the state of the parameters that this rank owns: without a process group
-        all of it.
+        `state_dict` only holds the state of the parameters that this rank owns.
 
         Args:
-            to: index in the process group of the rank that gets it; the others get None.
+            to: index in the process group of the rank that receives the state dict; all other ranks
+                receive None.
         """
         own = self.state_dict()
         own["state"] = {
@@ -315,14 +322,14 @@ class MuonClip(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what this rank owns, of any number of ranks; others' entries are ignored.
+        """Load the entries that this rank owns, from a state of any number of ranks.
 
-        Values are copied as they are: torch would cast fp32 state to a bf16 parameter's dtype.
-        Parameters are matched by order, as in torch, and their names have to agree.
+        Values keep their dtype, while torch would cast fp32 state to a bf16 parameter's dtype.
+        Parameters are matched by order, as in torch, and their names must agree.
 
         Raises:
-            ValueError: other groups, names or hyperparameters, an entry that is missing, or one of
-                another shape or dtype. Nothing has been changed then.
+            ValueError: groups, names or hyperparameters do not fit, or an entry is missing or has
+                another shape or dtype; no state has changed then.
         """
         groups = state_dict["param_groups"]
         sizes, own = ([len(g["params"]) for g in some] for some in (groups, self.param_groups))
@@ -347,7 +354,7 @@ class MuonClip(torch.optim.Optimizer):
         self._show_state()
 
     def _matrix(self, name: str, x: Tensor) -> Tensor:
-        """View a parameter as the update sees it: a stack as one matrix of all its rows."""
+        """Return a parameter as the update sees it; a stack becomes one matrix of all its rows."""
         return x.detach().flatten(0, 1) if name in self._stacked else x.detach()
 
     def _gradient(self, name: str) -> Callable[[], Tensor]:
@@ -359,7 +366,7 @@ class MuonClip(torch.optim.Optimizer):
         return gradient
 
     def _show_state(self) -> None:
-        """Let torch see the state: views of the core's tensors, in the parameters' shapes."""
+        """Store views of the core's state in `self.state`, in the parameters' shapes."""
         for name, param in self._params.items():
             if parts := self._core.parts(name):
                 done = self._core.steps - self._core.missed[name]
@@ -385,7 +392,7 @@ _CORE_NAMES = {theirs: ours for ours, theirs in _TORCH_NAMES.items()}
 
 @dataclass
 class _Values:
-    """The `UpdateSettings` of torch's parameter groups, as they are at each step."""
+    """`UpdateSettings` that read the current values of torch's parameter groups at each step."""
 
     param_groups: list[dict[str, Any]]
     ns_steps: int
@@ -402,7 +409,7 @@ class _Values:
 
 
 class _RuleTable(dict[str, Rule]):
-    """The `TensorRules` of known parameters; the group of a rule is the number of torch's."""
+    """`TensorRules` of known parameters; a rule's group is the index of torch's parameter group."""
 
     def rule_of(self, name: str, shape: Sequence[int], matrices: str = "muon") -> Rule:
         return self[name]
@@ -424,7 +431,7 @@ def _by_name(groups: Sequence[Mapping[str, Any]]) -> dict[str, torch.nn.Paramete
 
 
 def _check_patterns(rules: Rules, names: Collection[str]) -> None:
-    """Refuse a pattern that matches no parameter: another rule would silently take its place."""
+    """Refuse a pattern that matches no parameter, because another rule would silently apply."""
     for pattern in () if callable(rules) else rules:
         if not any(fnmatchcase(name, pattern) for name in names):
             near = get_close_matches(pattern, names, n=1, cutoff=0.0)
@@ -434,7 +441,7 @@ def _check_patterns(rules: Rules, names: Collection[str]) -> None:
 
 
 def _split(name: str, param: Tensor, rules: Rules) -> Split | None:
-    """Return the matrices of a parameter; None: it is AdamW's."""
+    """Return the matrices of a parameter, or None if AdamW trains it."""
     if callable(rules):
         found = rules(name, param)
     elif param.ndim < 2:
@@ -453,7 +460,7 @@ def _split(name: str, param: Tensor, rules: Rules) -> Split | None:
 
 
 def _bounds(rows: Rows, matrices: Mapping[str, Tensor]) -> tuple[str, int, int]:
-    """Return the parameter, first row and end row."""
+    """Return the parameter name, first row and end row."""
     if isinstance(rows, str):
         return rows, 0, len(matrices[rows]) if rows in matrices else 0
     return rows
@@ -510,7 +517,7 @@ def _check_values(group: Mapping[str, Any]) -> None:
 
 
 def _require(**settings: tuple[Any, bool]) -> None:
-    """Refuse the first setting, (value, whether it is in its range), that is not."""
+    """Raise for the first setting (value, is in range) that is out of range."""
     for name, (value, holds) in settings.items():
         if not holds:
             raise ValueError(f"MuonClip: {name} is {value!r}, which is out of range")

@@ -1,13 +1,13 @@
-"""Chooses which rank of a replica group owns each tensor: keeps its state and updates it.
+"""Chooses the rank of a replica group that owns each tensor: keeps its state and updates it.
 
-Pure functions of names, shapes and loads, so all ranks compute the same owners. Groups are divided
-one after the other. The load of a rank is what it owns of the groups before, and a mean share of
-those to come: a rank that is busy with attention matrices gets fewer experts, and the encoder goes
-to stages with few layers. Within a group, Muon tensors are divided by the operations of
-Newton-Schulz, which take the time; then AdamW tensors by bytes of optimizer state. Both go to the
-least loaded rank, largest first (Graham's longest processing time, at most 4/3 of the best
-division). Then the most loaded rank gives away, or swaps, what lowers its load. Whole matrices are
-the unit: no division goes below max(mean, largest matrix).
+These are pure functions of names, shapes and loads, so all ranks compute the same owners. Groups
+are divided one after the other. The load of a rank is its share of the groups already divided plus
+a mean share of the remaining groups. A rank with many attention matrices therefore gets fewer
+experts, and the encoder goes to stages with few layers. Within a group, Muon tensors are divided by
+Newton-Schulz operations, which dominate the time; then AdamW tensors by bytes of optimizer state.
+Both go to the least-loaded rank, largest first (Graham's longest processing time, at most 4/3 of
+the best division). Then the most loaded rank hands over or swaps tensors while this lowers its
+load. Matrices are never split, so no division goes below max(mean, largest matrix).
 """
 
 import re
@@ -23,11 +23,11 @@ from kimi_pretrain.optim.groups import Rule, TensorRules
 from kimi_pretrain.optim.newton_schulz import flops
 from kimi_pretrain.parallel.balance import least_loaded
 
-# Groups are divided in this order. The few large matrices of the dense part and of the encoder come
-# first: where experts have copies, they are many and small, and even out what large ones leave.
+# Groups are divided in this order. The few large matrices of the dense part and the encoder come
+# first; if experts have copies, they are many and small and even out the remaining differences.
 ORDER = ("dense", "encoder", "expert")
 
-# Numbers of layer, block and expert in a name; tensors that differ in nothing else are alike.
+# Indices of layer, block and expert in a name; tensors that differ only in these have equal costs.
 NUMBERED = re.compile(r"(?<=\.layers\.)\d+|(?<=\.blocks\.)\d+|(?<=\.experts\.)\d+")
 
 Kind = Literal["muon", "adamw"]
@@ -35,7 +35,7 @@ Kind = Literal["muon", "adamw"]
 
 @dataclass(frozen=True)
 class TensorSize:
-    """Name and shape of a tensor in the checkpoint, and the bytes of an element of the weight."""
+    """Name and shape of a checkpoint tensor, and the bytes per element of the weight."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class TensorSize:
 
     @staticmethod
     def of(name: str, data: Tensor) -> "TensorSize":
-        """Return the size of a tensor (also one on the meta device)."""
+        """Return the size of a tensor, which may be on the meta device."""
         return TensorSize(name, tuple(data.shape), data.dtype.itemsize)
 
     @property
@@ -54,7 +54,7 @@ class TensorSize:
 
 @dataclass(frozen=True)
 class OwnerLoad:
-    """Load of a rank by what it owns: Newton-Schulz FLOPs a step, bytes of optimizer state."""
+    """Load of a rank from its tensors: Newton-Schulz FLOPs per step, bytes of optimizer state."""
 
     flops: int = 0
     state_bytes: int = 0
@@ -72,19 +72,20 @@ def choose_owners(
     model: TensorRules,
     config: UpdateSettings,
 ) -> dict[str, int]:
-    """Give each tensor of one replica group to one of its ranks.
+    """Assign each tensor of one replica group to one of its ranks.
 
     Args:
-        tensors: of every rank of the group; names are unique.
-        loads: of each rank, in the group's order: what it owns of groups before in `ORDER`, and
-            `share_of` those that are still to be divided.
+        tensors: the tensors of the group, which every rank holds; names are unique.
+        loads: load of each rank, in the group's order: its tensors of earlier groups in `ORDER`,
+            plus `share_of` the later groups.
+        model: rules of the tensors.
         config: `ns_steps` and `matrices` are read.
 
     Returns:
         name -> index of the owner in `loads`. Independent of the order of `tensors`.
 
     Raises:
-        ValueError: a tensor that no rule covers, or an empty group.
+        ValueError: no rule covers a tensor, or the group is empty.
     """
     if not loads:
         raise ValueError(f"optimizer: {len(tensors)} tensors and no member to own them")
@@ -101,7 +102,7 @@ def choose_owners(
 def share_of(
     tensors: Sequence[TensorSize], num_members: int, model: TensorRules, config: UpdateSettings
 ) -> OwnerLoad:
-    """Return the mean load of a group's ranks: what each may expect before the division."""
+    """Return the mean load of a group's ranks, the expected load of a rank before the division."""
     costs = costs_of(tensors, model, config).values()
     whole = sum((cost.load for cost in costs), OwnerLoad())
     return OwnerLoad(whole.flops // num_members, whole.state_bytes // num_members)
@@ -121,14 +122,14 @@ def load_of(
 
 @dataclass(frozen=True)
 class Cost:
-    """The rule of a tensor and the load it is for its owner."""
+    """The rule of a tensor, and its load for the owner."""
 
     rule: Rule
     load: OwnerLoad
 
     @property
     def is_muon(self) -> bool:
-        """Whether it is updated by Muon."""
+        """True if Muon updates the tensor."""
         return self.rule.kind == "muon"
 
 
@@ -137,11 +138,11 @@ def costs_of(
 ) -> dict[str, Cost]:
     """Return each tensor's rule and cost by name.
 
-    Looked up once for tensors that differ only in numbers of layer, block and expert: a 1T model
-    has 70,000 tensors.
+    Tensors that differ only in the indices of layer, block and expert share one lookup, because a
+    1T model has 70,000 tensors.
 
     Raises:
-        ValueError: names a tensor that no rule covers.
+        ValueError: no rule covers a tensor; the message names it.
     """
     known: dict[tuple[str, tuple[int, ...], int], Cost] = {}
     costs = {}
@@ -156,33 +157,37 @@ def costs_of(
 
 
 def muon_flops(shape: Sequence[int], rule: Rule, ns_steps: int) -> int:
-    """Newton-Schulz operations of one update of a tensor."""
+    """Return the Newton-Schulz operations of one update of a tensor."""
     return sum(flops(*piece.shape(shape), ns_steps) for piece in rule.pieces)
 
 
 def state_bytes(tensor: TensorSize, kind: Kind) -> int:
-    """Bytes of optimizer state: fp32 momentum or two moments, and a master if the weight is below.
+    """Return the bytes of a tensor's optimizer state.
 
-    fp64 weights have fp64 moments.
+    The state is momentum or two moments, in fp32 (fp64 for fp64 weights), and a master for weights
+    below fp32.
     """
     moments = 1 if kind == "muon" else 2
     master = 1 if tensor.itemsize < 4 else 0
     return tensor.elements * max(4, tensor.itemsize) * (moments + master)
 
 
-# A cost or a load: what is balanced, then what decides between equals.
+# A cost or a load: the value to balance, then the tie-breaker.
 _Pair = tuple[int, int]
 
 
 def _spread(costs: Mapping[str, _Pair], loads: Sequence[_Pair]) -> dict[str, int]:
-    """Divide jobs among members with loads, the longest first, then improve."""
+    """Divide jobs among members with initial loads: longest first, then by exchanges."""
     return _swap(_longest_first(costs, loads), costs, loads)
 
 
 def _longest_first(costs: Mapping[str, _Pair], loads: Sequence[_Pair]) -> dict[str, int]:
-    """The largest job goes to the least loaded member; equal ones by name, and to the first."""
+    """Assign jobs to the least-loaded member, largest first.
+
+    Equal jobs are ordered by name; among equally loaded members, the first one gets the job.
+    """
     highest = sum(second for _, second in costs.values()) + max(second for _, second in loads)
-    bits = highest.bit_length()  # a pair as one integer: sums of the second stay below the first
+    bits = highest.bit_length()  # pack pairs into one integer; sums of the second part fit its bits
 
     def packed(pair: _Pair) -> int:
         return (pair[0] << bits) | pair[1]
@@ -195,17 +200,17 @@ def _longest_first(costs: Mapping[str, _Pair], loads: Sequence[_Pair]) -> dict[s
 def _swap(
     owners: dict[str, int], costs: Mapping[str, _Pair], loads: Sequence[_Pair]
 ) -> dict[str, int]:
-    """Let the most loaded member hand a job over, or swap it for a smaller one, while it helps.
+    """Hand jobs of the most loaded member over, or swap them for smaller jobs, while this helps.
 
-    Longest-first is not the best for few jobs on few members: 3, 3, 2, 2, 2 on two becomes 7 and 5.
-    Jobs of equal cost are one choice, so the search is over pairs of costs and not of jobs.
+    Longest-first is not optimal for few jobs on few members: it divides 3, 3, 2, 2, 2 into 7 and 5.
+    Jobs of equal cost are interchangeable, so the search runs over pairs of costs instead of jobs.
     """
     totals = [first for first, _ in loads]
     held: list[dict[_Pair, list[str]]] = [{} for _ in loads]
     for name, owner in owners.items():
         totals[owner] += costs[name][0]
         held[owner].setdefault(costs[name], []).append(name)
-    for _ in costs:  # each round lowers the largest load, or the number of members that have it
+    for _ in costs:  # each round lowers the largest load, or the number of members with this load
         most = max(range(len(totals)), key=lambda member: (totals[member], -member))
         exchange = _best_exchange(most, totals, held)
         if exchange is None:
@@ -230,10 +235,10 @@ _NOTHING: _Pair = (0, 0)
 def _best_exchange(
     most: int, totals: Sequence[int], held: Sequence[Mapping[_Pair, Sequence[str]]]
 ) -> tuple[_Pair, _Pair, int] | None:
-    """Return (cost given, cost taken back, partner) that leaves the two of them lowest."""
+    """Return (cost given, cost received, partner) that minimises the larger load of the two."""
     if not held[most]:
         return None
-    partners: dict[_Pair, int] = {}  # cost -> the least loaded other member that holds such a job
+    partners: dict[_Pair, int] = {}  # cost -> the least-loaded other member with such a job
     for member in sorted(range(len(totals)), key=lambda member: (totals[member], member)):
         if member != most:
             for cost in (_NOTHING, *held[member]):

@@ -1,12 +1,12 @@
-"""QK-Clip: shrink the query and key weights of heads whose attention logits grew too large.
+"""QK-Clip: scales down the query and key weights of heads with too large attention logits.
 
-After the optimizer step, a head whose largest logit S of that step exceeded tau gets gamma = tau/S
-(Kimi K2, arXiv:2507.20534, 2.1 and appendix D). A logit is q_nope . k_nope + q_rope . k_rope, and
-k_rope is shared by all heads, so the content rows of query and key take sqrt(gamma) each, the
-rotary rows of the query take gamma, and shared k_rope and values stay: every logit of the head
-becomes gamma times what it was, no logit of another head changes.
+After the optimizer step, a head whose largest logit S in that step exceeded tau gets the factor
+gamma = tau/S (Kimi K2, arXiv:2507.20534, 2.1 and appendix D). A logit is q_nope . k_nope +
+q_rope . k_rope, and all heads share k_rope. The content rows of query and key are therefore scaled
+by sqrt(gamma) each and the rotary rows of the query by gamma, while the shared k_rope and the
+values do not change. This multiplies every logit of the head by gamma and changes no other head.
 
-Maxima of an unhealthy step never reach the weights: -inf (a head that saw no token), +inf and NaN
+Maxima of an unhealthy step never change the weights: -inf (a head that saw no token), +inf and NaN
 all give a factor of exactly 1.
 """
 
@@ -19,17 +19,16 @@ from torch import Tensor
 
 
 def table_of_maxima(found: Mapping[int, Tensor], layers: int, heads: int) -> Tensor:
-    """Lay a rank's maxima out as one table, so that all layers travel in one reduction.
+    """Return a rank's maxima as one table, so that one reduction covers all layers.
 
     Args:
         found: layer (from 0) -> largest logit of each head [heads], -inf for a head that saw no
-            token here.
-        layers, heads: of the whole model.
+            token on this rank.
+        layers, heads: numbers of layers and heads of the whole model.
 
     Returns:
         [layers, heads] fp64 on the maxima's device; -inf for layers of other ranks. NaN becomes
-        +inf: both say that there is no factor, and a reduction to the maximum may drop a NaN on
-        one kind of device and keep it on another.
+        +inf: both mean that there is no factor, but a MAX reduction may drop a NaN on some devices.
     """
     device = next((maxima.device for maxima in found.values()), torch.device("cpu"))
     absent = torch.full((heads,), -math.inf, dtype=torch.float64, device=device)
@@ -38,19 +37,20 @@ def table_of_maxima(found: Mapping[int, Tensor], layers: int, heads: int) -> Ten
 
 
 def factors(max_logits: Tensor, threshold: float) -> Tensor:
-    """Gamma of each head.
+    """Return gamma of each head.
 
     Args:
-        max_logits: [heads] largest softmax input of each head over all micro-batches and ranks, as
-            it enters the softmax (scaled, signed). -inf says that the head saw no token.
+        max_logits: [heads] largest softmax input (scaled, signed) of each head over all
+            microbatches and ranks; -inf for a head that saw no token.
+        threshold: tau.
 
     Returns:
-        [heads] tau / S where S > tau, and exactly 1 elsewhere. A head with a maximum of +inf or NaN
-        is left alone: there is no factor to derive, and the step's loss is lost anyway.
+        [heads] tau / S where S > tau, and exactly 1 elsewhere. A maximum of +inf or NaN also gives
+        1, because it defines no factor and the step's loss is not finite anyway.
     """
     over = (max_logits > threshold) & torch.isfinite(max_logits)
-    # The other heads divide by 1, not by their maximum: a ratio of a zero or negative maximum is
-    # what turned into NaN elsewhere (Megatron-LM#7517).
+    # All other heads compute threshold / threshold = 1. Dividing by a zero or negative maximum led
+    # to NaN in Megatron-LM (Megatron-LM#7517).
     return threshold / torch.where(over, max_logits, threshold)
 
 
@@ -62,11 +62,12 @@ def scale_heads_(
 
     Args:
         weight: [heads * rows, in], any floating dtype.
-        content: [heads] factors of each head's rows but the last `other_rows`.
-        other: [heads] their factors; None leaves them as they are.
+        content: [heads] factors of each head's rows except the last `other_rows`.
+        other_rows: number of rows at the end of each head that use `other`.
+        other: [heads] factors of these rows; None does not change them.
 
     Raises:
-        ValueError: the heads do not divide the rows, or have fewer than `other_rows`.
+        ValueError: the rows do not divide into the heads, or a head has fewer than `other_rows`.
     """
     heads = len(content)
     rows = weight.shape[0] // heads

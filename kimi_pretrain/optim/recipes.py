@@ -1,8 +1,8 @@
-"""Segments of a learning-rate schedule, and the published recipes written in them.
+"""Segments of a learning-rate schedule, and the published recipes as lists of segments.
 
-A schedule is a list of segments, one after the other. Each leads from the learning rate that the
-one before ended with (0 before the first) to its own `lr`. Lengths are in steps, or in tokens, so
-that a recipe means the same at any batch size; `schedule.py` evaluates them.
+A schedule is a list of consecutive segments. Each changes the learning rate from the end value of
+the previous segment (0 before the first) to its own `lr`. Lengths are in steps or in tokens; with
+tokens, a recipe has the same meaning at any batch size. `schedule.py` evaluates the segments.
 """
 
 import math
@@ -16,23 +16,23 @@ Shape = Literal["linear", "cosine", "constant"]
 
 
 class Segment(Section):
-    """One stretch of a schedule; exactly one of steps, tokens and until_tokens says how long."""
+    """One segment of a schedule; exactly one of steps, tokens and until_tokens sets its length."""
 
     lr: float
-    """Learning rate that the segment ends with, exactly: the rate of its last step.
+    """Learning rate of the segment's last step, exactly.
     [-; kimi_pretrain/optim/schedule.py]"""
     shape: Shape
-    """Of the way there. "linear": a straight line. "cosine": half a cosine wave, flat at both ends.
-    "constant": jumps to lr at once and stays.
+    """Shape of the segment. "linear": a straight line. "cosine": half a cosine wave, flat at both
+    ends. "constant": lr in all of the segment.
     [-; kimi_pretrain/optim/schedule.py]"""
     steps: int | None = None
-    """Length. 0 is allowed and only sets what the next one begins with.
+    """Length in steps. 0 is allowed and only sets the start value of the next segment.
     [optimizer steps; kimi_pretrain/optim/recipes.py]"""
     tokens: float | None = None
     """Length in tokens of the global batch, a whole number.
     [tokens; kimi_pretrain/optim/recipes.py]"""
     until_tokens: float | None = None
-    """End of the segment, counted from the start of training.
+    """End of the segment, in tokens since the start of training.
     [tokens; kimi_pretrain/optim/recipes.py]"""
 
     @model_validator(mode="after")
@@ -49,20 +49,21 @@ class Segment(Section):
         return self
 
     def told(self) -> str:
-        """Return the segment as one writes it: {steps: 500, lr: 0.0002, shape: linear}."""
+        """Return the segment as written in YAML: {steps: 500, lr: 0.0002, shape: linear}."""
         lengths = {"steps": self.steps, "tokens": self.tokens, "until_tokens": self.until_tokens}
         parts = {k: v for k, v in lengths.items() if v is not None}
         parts |= {"lr": self.lr, "shape": self.shape}
         return "{" + ", ".join(f"{key}: {value}" for key, value in parts.items()) + "}"
 
     def end(self, start: int, tokens_per_step: int) -> int:
-        """Return where the segment ends, in tokens since the start of training.
+        """Return the end of the segment, in tokens since the start of training.
 
         Args:
-            start: where it begins, in the same unit.
+            start: start of the segment, in the same unit.
+            tokens_per_step: tokens of a global batch.
 
         Raises:
-            ValueError: it ends before it begins.
+            ValueError: the segment ends before it begins.
         """
         if self.steps is not None:
             return start + self.steps * tokens_per_step
@@ -77,9 +78,10 @@ class Segment(Section):
         return end
 
 
-# Kimi K2 (arXiv:2507.20534, section 2.5): 15.5T tokens at 67M a step, the warm-up counted among the
-# first 10T; then annealing, 400B tokens at 4k and 60B at 32k context. Not stated: the shape of the
-# warm-up and of the annealing (lines here), and whether the rate moves in the 60B (it does here).
+# Kimi K2 (arXiv:2507.20534, section 2.5): 15.5T tokens at 67M per step, with the warm-up in the
+# first 10T; then annealing, 400B tokens at 4k and 60B at 32k context. The report does not state the
+# shapes of the warm-up and the annealing (linear here), or whether the rate changes during the 60B
+# (it does here).
 _K2 = (
     Segment(steps=500, lr=2e-4, shape="linear"),
     Segment(until_tokens=10e12, lr=2e-4, shape="constant"),
@@ -88,8 +90,8 @@ _K2 = (
 )
 
 # Moonlight (arXiv:2502.16982, section 3.3). The paper's batch grows from 2,048 to 4,096 sequences
-# of 8,192 at 200B tokens. A run here has one batch size: the stretches in tokens lie where the
-# paper has them, the two in steps (2,000 and 100) last as many steps, whatever a step's size.
+# of 8,192 at 200B tokens. A run here has one batch size: segments in tokens are at the positions of
+# the paper, and the two in steps (2,000 and 100) have that many steps at any batch size.
 _MOONLIGHT = (
     Segment(steps=2000, lr=4.2e-4, shape="linear"),
     Segment(until_tokens=5.2e12, lr=4.2e-5, shape="cosine"),

@@ -1,27 +1,28 @@
 """Reduces each gradient to its owner, overlapped with the last backward pass.
 
-The owner of a tensor is the only rank that updates it, so no other rank needs the sum. A reduction
-to one rank moves n - 1 times the bytes over a group of n, like the reduce-scatter of ZeRO-1 and
-half as much as an all-reduce.
+Only the owner of a tensor updates it, so no other rank needs the sum. A reduction to one rank moves
+n - 1 times the bytes over a group of n, like the reduce-scatter of ZeRO-1 and half as much as an
+all-reduce. The phases are:
 
-    cut       tensors, in the order in which a backward pass completes their gradients, into
+    cut       divide tensors, in the order in which a backward pass completes their gradients, into
               segments; tensors of a segment with the same owner form a bucket
-    launch    the buckets of a segment as soon as all its gradients are complete, without waiting
-    finish    launch the rest, wait for everything
+    launch    start the buckets of a segment as soon as all its gradients are complete
+    finish    launch the remaining buckets and wait for all of them
 
 Deadlock is impossible:
 
-- Segments are cut by names, shapes and groups, which are the same on all ranks of a pipeline stage;
-  owners are not (each slice of the experts has its own). Within a segment, buckets are ordered by
-  group, then by owner. So all ranks launch in one order of (segment, group, bucket), and the first
-  incomplete reduction in this order is one that all its ranks reach.
-- Nothing here waits inside a backward pass. All-to-alls of experts and other collectives of the
+- Segments depend on names, shapes and groups, which are the same on all ranks of a pipeline stage;
+  owners differ, because each slice of the experts has different owners. Within a segment, buckets
+  are ordered by group, then by owner. All ranks therefore launch in the same order of (segment,
+  group, bucket), and all ranks of the first incomplete reduction in this order reach it.
+- No reduction waits inside a backward pass. The expert all-to-alls and other collectives of the
   backward pass only need their own peers, which reach them whatever reductions are in flight.
-- A tensor may have no gradient on one rank. There its segment, and those after it, are launched at
-  the end, in the same order.
+- A tensor may have no gradient on one rank. This rank launches the tensor's segment and all later
+  segments at the end, in the same order.
 
-Sums are made in place where a bucket is contiguous in memory, as a large tensor alone is; otherwise
-in a copy, which is freed once its sum is complete. A gradient is valid on its owner only.
+A bucket is summed in place if it is contiguous in memory, for example a single large tensor.
+Otherwise it is summed in a copy, which is freed once its sum is complete. A gradient is valid only
+on its owner.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,9 +41,9 @@ from kimi_pretrain.optim.replica_group import ReplicaGroup
 
 @dataclass(frozen=True)
 class GradientBucket:
-    """Gradients reduced together, in the order of the backward pass: of one group and one dtype.
+    """Gradients of one group and dtype that are reduced together, in backward order.
 
-    `owner` is the global rank that needs the sum; None: all ranks of the group.
+    `owner` is the global rank that needs the sum; None for all ranks of the group.
     """
 
     replicas: str
@@ -51,7 +52,7 @@ class GradientBucket:
 
 
 def cut_segments(tensors: Sequence[NamedTensor], limit: int) -> list[list[NamedTensor]]:
-    """Cut tensors into runs of at most `limit` elements, or of one larger tensor."""
+    """Cut tensors into runs of at most `limit` elements; a larger tensor has its own run."""
     segments: list[list[NamedTensor]] = []
     filled = limit
     for tensor in tensors:
@@ -71,7 +72,7 @@ def buckets_of(
 
     Args:
         segment: tensors in the order of the backward pass.
-        owners: name -> global rank; None: all ranks of the group get the sums.
+        owners: name -> global rank; None if all ranks of a group receive the sums.
     """
 
     def key(tensor: NamedTensor) -> tuple[str, int, str]:
@@ -85,21 +86,21 @@ def buckets_of(
 
 
 class GradientReduction:
-    """Sums the gradients of one rank over its replica groups, once a step.
+    """Sum of the gradients of one rank over its replica groups, once per step.
 
     Args:
-        tensors: in the order in which a backward pass completes their gradients; the same order,
-            but for the names of experts, on all ranks of a pipeline stage.
-        owners: name -> global rank that needs the sum; None: every rank does.
-        groups: name in `NamedTensor.replicas` -> the ranks whose gradients make up the sum. It may
-            be a part of the ranks that hold a copy (of tensor-parallel ranks, each of which has the
-            whole gradient, one is enough): a sum whose owner is not among them is not made here.
-        bucket_elements: most elements of a bucket; a larger tensor has its own.
+        tensors: tensors in the order in which a backward pass completes their gradients. Except for
+            the names of experts, this order is the same on all ranks of a pipeline stage.
+        owners: name -> global rank that needs the sum; None if every rank does.
+        groups: name in `NamedTensor.replicas` -> the ranks whose gradients are summed. These may be
+            fewer than the ranks that hold a copy: each tensor-parallel rank has the full gradient,
+            so one of them suffices. If the owner is not in the group, this rank skips the sum.
+        bucket_elements: maximum elements of a bucket; a larger tensor has its own bucket.
 
     Attributes:
-        early_buckets: of the last step, buckets launched before `launch_rest`.
-        bytes_moved: of the last step, by the sums to this rank: n - 1 times their size. Summed over
-            ranks: what the job moved.
+        early_buckets: number of buckets of the last step that were launched before `launch_rest`.
+        bytes_moved: bytes of the last step's sums to this rank, n - 1 times their size. The sum
+            over ranks is the traffic of the job.
     """
 
     def __init__(
@@ -121,12 +122,12 @@ class GradientReduction:
         self._reset()
 
     def ready(self, name: str) -> None:
-        """Mark a gradient as complete on this rank, and launch what can be launched now.
+        """Mark a gradient as complete on this rank, and launch every complete segment.
 
-        Only in the last backward pass of a step: gradients accumulate before.
+        Call this only in the last backward pass of a step, because gradients accumulate until then.
 
         Raises:
-            RuntimeError: it was marked before in this step.
+            RuntimeError: the gradient was already marked in this step.
         """
         segment = self._segment_of[name]
         if name not in self._missing[segment]:
@@ -145,7 +146,7 @@ class GradientReduction:
             self._launch_segment()
 
     def finish(self) -> None:
-        """Wait until every sum that this rank owns is in the gradient's own memory."""
+        """Wait until every sum that this rank owns is in the memory of the gradient."""
         self.launch_rest()
         for transfer in self._transfers:
             transfer.finish()
@@ -171,7 +172,7 @@ class GradientReduction:
         self._launched += 1
 
     def _free_completed(self) -> None:
-        """Copy back and free sums that are complete; waits for none."""
+        """Copy back and free complete sums, without waiting for others."""
         waiting = []
         for transfer in self._transfers:
             if transfer.work.is_completed():
@@ -183,7 +184,7 @@ class GradientReduction:
 
 @torch.no_grad()
 def _launch(bucket: GradientBucket, group: ReplicaGroup) -> tuple[Transfer, int]:
-    """Start to sum a bucket; return the transfer and the bytes it moves to this rank."""
+    """Start the sum of a bucket; return the transfer and the bytes it moves to this rank."""
     gradients = [tensor.grad() for tensor in bucket.tensors]
     flat = _in_one_piece(gradients)
     staged = flat is None
@@ -197,17 +198,17 @@ def _launch(bucket: GradientBucket, group: ReplicaGroup) -> tuple[Transfer, int]
         work = dist.reduce(flat, bucket.owner, group=group.group, async_op=True)
         mine = bucket.owner == group.ranks[group.index]
         moved = others * flat.nbytes if mine else 0
-    assert work is not None  # async_op gives a handle to every rank of the group
+    assert work is not None  # async_op returns a handle on every rank of the group
     return Transfer(work, flat, gradients if staged and mine else []), moved
 
 
 def _in_one_piece(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return a flat view over tensors that lie one after the other in memory, or None."""
+    """Return a flat view over tensors that are adjacent in memory, or None if they are not."""
     if not all(tensor.is_contiguous() for tensor in tensors):
         return None
     for before, after in pairwise(tensors):
         if before.data_ptr() + before.nbytes != after.data_ptr():
             return None
         if before.untyped_storage().data_ptr() != after.untyped_storage().data_ptr():
-            return None  # adjacent by chance: two allocations
+            return None  # separate allocations that happen to be adjacent
     return tensors[0].as_strided((sum(tensor.numel() for tensor in tensors),), (1,))

@@ -1,4 +1,4 @@
-"""The ranks that hold identical copies of some tensors, and the checks before they exchange any."""
+"""Groups of ranks that hold identical copies of tensors, and the check that these agree."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from kimi_pretrain.optim.groups import NamedTensor
 
 @dataclass(frozen=True)
 class ReplicaGroup:
-    """The ranks that hold identical copies of some tensors.
+    """The ranks that hold identical copies of a set of tensors.
 
     Attributes:
         group: process group; None for a single process.
         ranks: global ranks, in the group's order.
-        index: of this rank in `ranks`.
+        index: index of this rank in `ranks`.
     """
 
     group: ProcessGroup | None
@@ -35,14 +35,14 @@ class ReplicaGroup:
         return ReplicaGroup(group, ranks, dist.get_rank(group))
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return every rank's (small) value, in the group's order; a collective call."""
+        """Return the (small) values of all ranks, in the group's order; a collective call."""
         found: list[Any] = [value] * len(self.ranks)
         if len(self.ranks) > 1:
             dist.all_gather_object(found, value, group=self.group)
         return found
 
     def gather_object(self, value: Any, index: int) -> list[Any] | None:
-        """Return every rank's value on one rank of the group, None elsewhere; a collective call."""
+        """Return all ranks' values on one rank of the group, None elsewhere; a collective call."""
         if len(self.ranks) == 1:
             return [value]
         found: list[Any] | None = [None] * len(self.ranks) if index == self.index else None
@@ -57,12 +57,13 @@ class ReplicaGroup:
         return x
 
     def check_agreement(self, name: str, tensors: Sequence[NamedTensor]) -> None:
-        """Refuse ranks whose tensors or their order differ; a collective call.
+        """Check that all ranks hold the same tensors in the same order; a collective call.
 
-        They would sum different tensors, or wait for each other forever.
+        Otherwise ranks would sum different tensors, or wait for each other forever.
 
         Raises:
-            ValueError: names the group, and what each rank holds.
+            ValueError: ranks differ; the message names the group, and the count and digest of each
+                rank's tensors.
         """
         lines = [f"{t.name} {tuple(t.data.shape)} {t.data.dtype}" for t in tensors]
         digest = blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()

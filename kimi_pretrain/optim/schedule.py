@@ -1,9 +1,8 @@
-"""Learning rate as a function of the step alone, so that a resumed run has nothing to remember.
+"""Computes the learning rate from the step alone, so that a resume needs no schedule state.
 
-Every schedule is a list of segments (`recipes.py`): warm-up, stable stretch and decay (K2,
-arXiv:2507.20534, 2.5) are three of them. Positions are counted in tokens seen up to and including
-the step, as whole numbers, so borders are exact: the step that reaches the end of a segment has
-exactly the segment's rate.
+Every schedule is a list of segments (`recipes.py`), for example warm-up, stable phase and decay
+(K2, arXiv:2507.20534, 2.5). Positions are whole numbers of tokens up to and including the step, so
+borders are exact: the step that reaches the end of a segment has exactly the segment's rate.
 """
 
 import math
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from kimi_pretrain.optim.config import OptimConfig
 from kimi_pretrain.optim.recipes import RECIPES, Segment, Shape
 
-# Part of the way that is still to go after a part `done` of the segment; exactly 0 after all of it.
+# Remaining fraction of the change after a fraction `done` of the segment; exactly 0 at its end.
 _LEFT: dict[Shape, Callable[[float], float]] = {
     "linear": lambda done: 1 - done,
     "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
@@ -23,11 +22,13 @@ _LEFT: dict[Shape, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class Stretch:
-    """A segment in its place.
+    """A segment with its position in the schedule.
 
     Attributes:
-        start: tokens seen before it.
-        end: tokens seen with it; equal to start where the segment only sets a rate.
+        start: tokens seen before the segment.
+        end: tokens seen at its end; equal to `start` if the segment only sets a rate.
+        begin_lr: learning rate at the end of the previous segment.
+        segment: the segment.
     """
 
     start: int
@@ -36,13 +37,13 @@ class Stretch:
     segment: Segment
 
     def rate(self, seen: int) -> float:
-        """Return the learning rate after `seen` tokens, start < seen <= end."""
+        """Return the learning rate after `seen` tokens, where start < seen <= end."""
         left = _LEFT[self.segment.shape]((seen - self.start) / (self.end - self.start))
         return self.segment.lr + (self.begin_lr - self.segment.lr) * left
 
 
 def segments(config: OptimConfig) -> Sequence[Segment]:
-    """Return the schedule as segments: those given, a recipe's, or warm-up, stable and decay."""
+    """Return the segments: as listed, from a recipe, or warm-up, stable phase and decay."""
     if isinstance(config.schedule, str):
         return RECIPES[config.schedule]
     if config.schedule is not None:
@@ -52,20 +53,21 @@ def segments(config: OptimConfig) -> Sequence[Segment]:
         Segment(steps=config.warmup_steps, lr=peak, shape="linear"),
         Segment(steps=config.stable_steps, lr=peak, shape="constant"),
     ]
-    if config.decay_steps:  # without it the rate stays at its peak for ever
+    if config.decay_steps:  # without a decay, the rate stays at its peak
         last = Segment(steps=config.decay_steps, lr=config.min_lr or 0.0, shape=config.decay)
         ramp.append(last)
     return ramp
 
 
 def stretches(config: OptimConfig, tokens_per_step: int) -> list[Stretch]:
-    """Return the segments of a schedule in their places.
+    """Return the segments of a schedule with their positions.
 
     Args:
-        tokens_per_step: tokens of a global batch, the same throughout the run.
+        config: settings of the optimizer.
+        tokens_per_step: tokens of a global batch, constant in a run.
 
     Raises:
-        ValueError: a segment would end before the one before it does, or a batch has no tokens.
+        ValueError: a segment would end before the previous segment, or a batch has no tokens.
     """
     if tokens_per_step < 1:
         raise ValueError(f"schedule: tokens_per_step must be at least 1, got {tokens_per_step}")
@@ -78,15 +80,16 @@ def stretches(config: OptimConfig, tokens_per_step: int) -> list[Stretch]:
 
 
 def learning_rate(step: int, config: OptimConfig, tokens_per_step: int) -> float:
-    """Learning rate of one update, before a parameter group's own scale.
+    """Return the learning rate of one update, before the scale of a parameter group.
 
     Args:
-        step: updates done before this one; the first update is step 0.
-        tokens_per_step: tokens of a global batch. The position in tokens is (step + 1) times this:
-            of a run whose batch changes under way, only segments in steps keep their places.
+        step: number of updates before this one; the first update is step 0.
+        config: settings of the optimizer.
+        tokens_per_step: tokens of a global batch. The position in tokens is (step + 1) times this,
+            so if a run changes its batch size, only segments in steps keep their positions.
 
     Returns:
-        The rate of the segment in which this step ends; the last segment's own for ever after it.
+        The rate of the segment in which this step ends; after the last segment, its `lr`.
 
     Raises:
         ValueError: step is negative; see also `stretches`.
@@ -102,15 +105,15 @@ def learning_rate(step: int, config: OptimConfig, tokens_per_step: int) -> float
 
 
 def total_steps(config: OptimConfig, tokens_per_step: int) -> int:
-    """Return the steps until the rate rests; the last of them has the last segment's rate."""
+    """Return the number of steps until the rate is constant at the last segment's `lr`."""
     return math.ceil(stretches(config, tokens_per_step)[-1].end / tokens_per_step)
 
 
 def describe_schedule(config: OptimConfig, tokens_per_step: int) -> str:
-    """Return one line that says where each segment lies, in steps, and what it does.
+    """Return one line that describes each segment: its rates, its shape and its last step.
 
     Raises:
-        ValueError: as `stretches`.
+        ValueError: see `stretches`.
     """
     told = []
     for stretch in stretches(config, tokens_per_step):

@@ -1,8 +1,8 @@
 """Statistics of an optimizer step: RMS and orthogonality of updates, time in Newton-Schulz.
 
-`StepStats` collects them on the device over the tensors that a rank owns. `StepStats.figures` reads
-them at once as plain numbers, part of the per-rank report; `merge_figures` makes those of the whole
-model.
+`StepStats` collects them on the device for the tensors that a rank owns. `StepStats.figures` reads
+all of them in one transfer as plain numbers for the per-rank report, and `merge_figures` combines
+the figures of all ranks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,13 +17,13 @@ from kimi_pretrain.telemetry.stopwatch import Stopwatch
 
 @dataclass(frozen=True)
 class UpdateFigures:
-    """Plain numbers of a step: of one rank, or of the model (`merge_figures`).
+    """Figures of a step, of one rank or of the whole model (`merge_figures`).
 
     Attributes:
         squares: parameter group -> sum of squares of its updates, before the learning rate.
         elements: parameter group -> number of elements updated.
-        newton_schulz_seconds: time in orthogonalisation.
-        orthogonality_error: the largest; None if not measured.
+        newton_schulz_seconds: seconds of orthogonalisation.
+        orthogonality_error: the largest error; None if not measured.
     """
 
     squares: dict[str, float] = field(default_factory=dict)
@@ -42,11 +42,11 @@ class UpdateFigures:
 
 
 def merge_figures(ranks: Iterable[UpdateFigures]) -> UpdateFigures:
-    """Return the figures of the model from those of all ranks, in the order of the ranks.
+    """Return the figures of the model from the figures of all ranks, in rank order.
 
-    Sums of squares and counts are added, so a group's RMS is over all its elements whoever owns
-    them (and the same where every rank updates everything). Seconds are those of the slowest rank,
-    the error is the largest; a NaN of any rank is kept.
+    Sums of squares and counts are added, so a group's RMS covers all its elements for any
+    assignment of owners, and does not change if every rank updates everything. Seconds are from the
+    slowest rank, and the error is the largest; a NaN of any rank is kept.
     """
     squares: dict[str, float] = {}
     elements: dict[str, int] = {}
@@ -68,7 +68,7 @@ def merge_figures(ranks: Iterable[UpdateFigures]) -> UpdateFigures:
 
 @dataclass
 class StepStats:
-    """Collects the statistics of one step on this rank, over the tensors it owns."""
+    """Statistics of one step on this rank, for the tensors it owns."""
 
     device: torch.device
     _squares: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -82,7 +82,8 @@ class StepStats:
         """Add updates to the sums of a parameter group (`Rule.group`).
 
         Args:
-            updates: any shapes, before the learning rate; read now, not kept.
+            group: the parameter group.
+            updates: updates of any shape, before the learning rate; read now, not kept.
         """
         squares = self._squares.setdefault(group, [])
         for update in updates:
@@ -94,11 +95,11 @@ class StepStats:
         self._errors.append(error.detach().double().amax())
 
     def clock(self) -> AbstractContextManager[None]:
-        """Return a context whose time is counted as Newton-Schulz's."""
+        """Return a context whose duration is added to the Newton-Schulz time."""
         return self._newton_schulz.running()
 
     def figures(self) -> UpdateFigures:
-        """Return everything as plain numbers: one transfer, which synchronises the device."""
+        """Return all statistics as plain numbers; one transfer, which synchronises the device."""
         groups = sorted(group for group, squares in self._squares.items() if squares)
         sums = [torch.stack(self._squares[group]).sum() for group in groups]
         scalars = sums + self._errors
@@ -112,7 +113,7 @@ class StepStats:
 
 
 def _largest(errors: Sequence[float]) -> float | None:
-    """Return the largest; NaN if one is, which `max` would drop or keep by its place."""
+    """Return the largest error; NaN if any is NaN, which `max` drops or keeps by its position."""
     if not errors:
         return None
     return max(errors) if all(error == error for error in errors) else float("nan")
