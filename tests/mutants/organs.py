@@ -95,7 +95,8 @@ ORGANS = {
         ("data_pipeline/index/*.py",),
         tuple(f"{_DATA}/test_{name}.py" for name in (
             "index", "shards", "shared_index", "redact", "append", "reindex", "verify", "source",
-        )),
+            "facts", "fetch",
+        )) + ("tests/security/test_hostile_manifests.py",),
     ),
     "govern": Organ(
         ("data_pipeline/govern/*.py",),

@@ -149,6 +149,7 @@ def test_a_full_folder_is_passed_over(store, node, tmp_path, monkeypatch):
     for _ in range(2):  # the second process does not try again
         assert_equal(read_shared_index(store, "made", (node, other)), wanted)
     assert sum(node in Path(path).parents for path in calls) == 1
+    assert not (held.path / "part").exists()  # the full folder has its bytes back
     held.close()
 
 
