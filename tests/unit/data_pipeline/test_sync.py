@@ -485,6 +485,7 @@ def test_options_that_cannot_be():
         Options(parallel=0)
     with pytest.raises(ValueError, match="bandwidth is 0"):
         Rate(0)
+    Rate(0.5).take(0)  # less than a byte a second is a limit as any other
 
 
 def test_memory_is_a_place_too(made):
