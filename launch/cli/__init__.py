@@ -1,1 +1,1 @@
-"""The `kimi-pretrain` command: one file for each group of commands, and what they show."""
+"""The `kimi-pretrain` command, with one file per group of commands and their terminal output."""

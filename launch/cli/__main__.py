@@ -1,4 +1,4 @@
-"""`python -m launch.cli`: the same as `kimi-pretrain`."""
+"""Runs the `kimi-pretrain` command for `python -m launch.cli`."""
 
 from launch.cli.main import main
 

@@ -1,4 +1,4 @@
-"""`kimi-pretrain chain`: the stages of a pre-training, one after the other, from one file."""
+"""The `kimi-pretrain chain` command, which runs the stages of a pre-training from one file."""
 
 import json
 import os
@@ -40,11 +40,11 @@ def chain(
         int, typer.Option(min=0, help="How often to restart a stage after a fault.")
     ] = 0,
 ) -> None:
-    """Run the stages of a pre-training, each from what earlier ones left.
+    """Run the stages of a pre-training, each from the results of earlier stages.
 
-    Every stage and every hand-over is checked before the first one starts. The
-    same command goes on where it was stopped or killed: what is finished is not
-    run again. docs/STAGES.md explains the file.
+    Every stage and every hand-over is checked before the first stage starts. The same
+    command continues a chain that was stopped or killed, without running finished
+    stages again. docs/STAGES.md explains the file.
 
     \b
     kimi-pretrain chain stages.yaml
@@ -68,7 +68,7 @@ def chain(
 
         planned = read_stages(stages, overrides or (), run_dir)
         first = f"{len(planned)} stages in {planned[0].folder.parent}"
-        typer.echo(first, err=submit and dry_run)  # scripts alone go to stdout
+        typer.echo(first, err=submit and dry_run)  # only scripts go to stdout
         if submit:
             submit_chain(check_chain(planned), unchecked, dry_run)
         elif dry_run:
@@ -78,7 +78,7 @@ def chain(
 
 
 def print_plan(checked: "Sequence[CheckedStage]") -> None:
-    """Print what each stage would do, and check the data that this machine has."""
+    """Print what each stage would do; check its data if this machine has them."""
     from kimi_pretrain.config import describe
     from kimi_pretrain.memory.limits import check_memory_limit
     from kimi_pretrain.reliability.preflight import data_is_here
@@ -116,7 +116,7 @@ def print_plan(checked: "Sequence[CheckedStage]") -> None:
 
 
 def submit_chain(checked: "Sequence[CheckedStage]", unchecked: bool, dry_run: bool) -> None:
-    """Submit the stages that have not finished, each as a job after the one before it."""
+    """Submit each unfinished stage as a job that depends on the previous stage's job."""
     from launch.chain.hand_over import Progress, of_stage
     from launch.chain.run import told
 
@@ -154,10 +154,10 @@ def submit_chain(checked: "Sequence[CheckedStage]", unchecked: bool, dry_run: bo
 
 
 def check_reachable(checked: "Sequence[CheckedStage]") -> None:
-    """Check data and places of checkpoints now, rather than after hours in the queue.
+    """Check data and checkpoint locations now, rather than after hours in the queue.
 
     Raises:
-        ValueError: as `check_stage`; names --unchecked if this machine may be the cause.
+        ValueError: as for `check_stage`; suggests --unchecked if this machine may be the cause.
     """
     from data_pipeline.store.open import StoreError
     from kimi_pretrain.checkpoint.errors import CheckpointError
@@ -176,11 +176,11 @@ def check_reachable(checked: "Sequence[CheckedStage]") -> None:
 
 
 def queued_jobs(stages: "Sequence[PlannedStage]") -> dict[str, int]:
-    """Return the numbers of the stages' jobs that wait or run, by the stage's name.
+    """Return the numbers of the stages' pending and running jobs, keyed by stage name.
 
     Raises:
-        ValueError: one of them is not what the file says now, or waits for a job that has ended;
-            or a run that is no job of the queue uses a folder.
+        ValueError: a job differs from the current file, or waits for a job that has ended; or a
+            run outside the queue uses a stage's folder.
     """
     from kimi_pretrain.config import load_config
     from kimi_pretrain.reliability import run_lock
@@ -209,7 +209,7 @@ def queued_jobs(stages: "Sequence[PlannedStage]") -> dict[str, int]:
 
 
 def job_of(folder: Path) -> int | None:
-    """Return the number of the job that was submitted for a run folder, if it has not ended."""
+    """Return the number of the job submitted for a run folder, or None if it has ended."""
     file = folder / JOB
     if not file.is_file():
         return None
@@ -219,7 +219,7 @@ def job_of(folder: Path) -> int | None:
         raise ValueError(f"{file}: expected the number of a job; remove it") from None
     try:
         found = slurm_queue.states(number)
-    except RuntimeError:  # SLURM has forgotten it
+    except RuntimeError:  # SLURM no longer knows the job
         return None
     if found is None:
         raise ValueError(f"SLURM says nothing about job {number} of {folder}; try again later")

@@ -1,4 +1,4 @@
-"""`kimi-pretrain checkpoint ...`: inspect checkpoints, import and export weights."""
+"""The `kimi-pretrain checkpoint` commands: inspect checkpoints, import and export weights."""
 
 import json
 from pathlib import Path
@@ -35,10 +35,10 @@ def inspect(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what a checkpoint, or a Hugging Face folder, holds.
+    """Show the contents of a checkpoint or a Hugging Face folder.
 
-    Only the manifest and the headers of files are read, so that it takes no
-    longer for a large model. With --tensors the tensors that match are read, one
+    The command reads only the manifest and the headers of files, so it takes no
+    longer for a large model. With --tensors it also reads the matching tensors, one
     at a time.
 
     \b
@@ -68,7 +68,7 @@ def verify(uri: CheckpointArgument, as_json: JsonOption = False) -> None:
 
     The manifest itself is compared with the SHA-256 at its end.
 
-    Exit code 0: every file is as it was written, 1: some are not, 2: there is no
+    Exit code 0: every file is as it was written, 1: some files differ, 2: there is no
     checkpoint.
 
     \b
@@ -113,11 +113,11 @@ def diff(
     most: Annotated[int, typer.Option(min=1, help="Tensors to show.")] = 20,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare two checkpoints (or Hugging Face folders) tensor by tensor, and the run's state.
+    """Compare two checkpoints (or Hugging Face folders) tensor by tensor, and their run states.
 
-    Of each tensor that differs: how many numbers, the largest difference, that
-    over the largest number in A, and the first number that differs. Exit code 0:
-    the same bit for bit, 1: not, 2: could not be compared.
+    For each tensor that differs, shows how many numbers differ, the largest
+    difference, its ratio to the largest number in A, and the first number that
+    differs. Exit code 0: equal bit for bit, 1: different, 2: could not be compared.
 
     \b
     kimi-pretrain checkpoint diff runs/a runs/b
@@ -172,9 +172,9 @@ def export(
 ) -> None:
     """Write the weights as a Hugging Face folder: safetensors, index and config.json.
 
-    Names are those of DeepSeek-V3 and Kimi K2, with --as kimi_k25 those of Kimi
-    K2.5. Where float32 is asked of a run in bfloat16, the optimizer's master
-    copies are written. One tensor at a time is in memory.
+    Tensor names follow DeepSeek-V3 and Kimi K2, or Kimi K2.5 with --as kimi_k25. A
+    float32 export of a bfloat16 run writes the optimizer's master copies. Only one
+    tensor at a time is in memory.
 
     \b
     kimi-pretrain checkpoint export runs/demo exported/ --as deepseek_v3
@@ -236,12 +236,12 @@ def import_(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a checkpoint (OUT/step_00000000) of a Hugging Face folder, of weights alone.
+    """Create a weights-only checkpoint (OUT/step_00000000) from a Hugging Face folder.
 
-    Everything is checked before anything is written: names, shapes, types, and
-    config.json against the configuration. INT4 and FP8 weights are dequantised,
-    all take the precision of train.dtype. train.start_from reads such a folder
-    without this, too; a checkpoint loads faster, and `eval` takes it.
+    The command checks everything before it writes anything: names, shapes, types, and
+    config.json against the configuration. It dequantises INT4 and FP8 weights, and
+    converts all weights to train.dtype. train.start_from also reads such a folder
+    directly, but a checkpoint loads faster, and `eval` accepts it.
 
     \b
     kimi-pretrain checkpoint import moonlight/ imported/ \\
@@ -278,7 +278,7 @@ def _one_of(option: str, value: str | None, known: tuple[str | None, ...]) -> No
 
 
 def _tokenizer(file: Path | None) -> "tuple[bytes | None, SpecialIds | None]":
-    """Return a rank file's content and where its special ids begin."""
+    """Return a rank file's content and its special ids; both are None without a file."""
     from data_pipeline.text import Tokenizer
     from kimi_pretrain.weights.hf_config import SpecialIds
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def plain_bytes(count: int) -> str:
-    """Return a size for reading, such as "1.5 GiB" (powers of 1024)."""
+    """Return a human-readable size, such as "1.5 GiB" (powers of 1024)."""
     size = float(count)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if size < 1024:
@@ -24,7 +24,7 @@ def plain_bytes(count: int) -> str:
 
 
 def print_report(found: dict[str, Any]) -> None:
-    """Print what `report` found as a table."""
+    """Print the result of `report` as a table."""
     echo = typer.echo
     echo(f"{found['uri']}")
     if found["kind"] == "checkpoint":
@@ -67,7 +67,7 @@ def _print_count(name: str, count: dict[str, Any]) -> None:
 
 
 def print_figures(found: "Iterable[TensorFigures]", *, quiet: bool) -> Iterator[dict[str, Any]]:
-    """Print a line for each tensor as it is read; yields its figures for JSON."""
+    """Print a line for each tensor as it is read; yield its figures for JSON."""
     if not quiet:
         typer.echo(f"{'norm':>12s} {'largest':>11s}  {'type':9s} {'shape':16s} name")
     for one in found:
@@ -81,12 +81,12 @@ def print_figures(found: "Iterable[TensorFigures]", *, quiet: bool) -> Iterator[
 
 
 def as_plain(one: "WeightDifference") -> dict[str, Any]:
-    """Return a difference for JSON."""
+    """Return a difference as plain values for JSON."""
     return _finite(asdict(one))
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Replace infinities and NaN by None, because JSON has neither."""
+    """Replace infinities and NaN with None, because JSON has neither."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in values.items()
@@ -100,7 +100,7 @@ def print_differences(
     b: "WeightReader",
     most: int,
 ) -> None:
-    """Print the first `most` differences, and whether the two are the same."""
+    """Print the first `most` differences, and whether A and B are the same."""
     typer.echo(f"A {a.where}: {len(a.headers):,} tensors")
     typer.echo(f"B {b.where}: {len(b.headers):,} tensors")
     for one in found[:most]:
@@ -129,7 +129,7 @@ def _told(one: "WeightDifference") -> str:
 
 
 def print_export(summary: dict[str, Any], widened: bool, tokenizer: bool) -> None:
-    """Print what was exported, and where precision or special ids come from."""
+    """Print a summary of an export, and the origin of its precision and special ids."""
     kind = f"{summary['dtype']}, routed experts INT4" if summary["int4"] else summary["dtype"]
     typer.echo(
         f"{summary['folder']}: {summary['tensors']:,} tensors, {plain_bytes(summary['bytes'])} "
@@ -148,7 +148,7 @@ def print_export(summary: dict[str, Any], widened: bool, tokenizer: bool) -> Non
 
 
 def print_import(summary: dict[str, Any]) -> None:
-    """Print what was imported."""
+    """Print a summary of an import."""
     kind = f" ({summary['quantized']}, dequantised)" if summary["quantized"] else ""
     typer.echo(
         f"{summary['checkpoint']}: {summary['tensors']:,} tensors, "

@@ -1,4 +1,4 @@
-"""`kimi-pretrain config ...`: every key explained, a file to begin with, and what is wrong."""
+"""The `kimi-pretrain config` commands, which explain, create and check configurations."""
 
 import json
 from pathlib import Path
@@ -33,9 +33,9 @@ def show(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show every key: type, default, unit, what it does, and which file reads it.
+    """Show every key: type, default, unit, meaning, and the file that reads it.
 
-    With --config also the value that the file and the overrides give it.
+    With --config, also show the value that the file and the overrides give it.
 
     \b
     kimi-pretrain config show
@@ -65,10 +65,10 @@ def show(
 def template(
     out: Annotated[Path | None, typer.Option(help="New file for it; printed unless given.")] = None,
 ) -> None:
-    """Print a YAML file for your own data, every key explained.
+    """Print a YAML file for your own data that explains every key.
 
-    It trains a small model in one process after three edits: where the data lie,
-    what the sources are called, and which tokenizer they were ingested with.
+    It trains a small model in one process after three edits: the location of the
+    data, the names of the sources, and the tokenizer that they were ingested with.
 
     \b
     kimi-pretrain config template --out my.yaml
@@ -96,14 +96,14 @@ def check(
     steps: Annotated[int, typer.Option(min=1, help="Steps to plan, from the first.")] = 1,
     as_json: JsonOption = False,
 ) -> None:
-    """Find what a run could not start with, before any process starts.
+    """Find errors that would prevent a run from starting, before any process starts.
 
     Reads the configuration, the tokenizer, the indices of all sources, and the
-    headers of first weights; plans the first steps as the training does. Finds
-    wrong keys and values, a layout that does not divide, a root or source that
-    is not there, a missing tokenizer or another than the sources were made with,
-    a vocabulary that is too small, shares that cannot be had, media that do not
-    fit, and a place for checkpoints that cannot be written.
+    headers of the initial weights. Plans the first steps exactly like the training.
+    Finds wrong keys and values, a layout that does not divide, a missing root or
+    source, a tokenizer that is missing or differs from that of the sources, a
+    vocabulary that is too small, mixture weights that cannot be met, media that do
+    not fit, and a checkpoint location that cannot be written.
 
     \b
     kimi-pretrain config check --config my.yaml

@@ -1,4 +1,4 @@
-"""What `kimi-pretrain config` prints: every key as text, as docs/CONFIG.md, and as a template."""
+"""Formats the configuration keys for `kimi-pretrain config`: text, docs/CONFIG.md, template."""
 
 import inspect
 import re
@@ -13,8 +13,8 @@ from typed_config.yaml_text import one_line
 
 WIDTH = 96
 
-# What the template sets besides the model and the optimizer of the preset `tiny_cpu`: one process,
-# and nothing that is of the demo's corpus.
+# Overrides of the preset `tiny_cpu` in the template: one process, and nothing specific to the
+# demo's corpus.
 OWN_DATA = (
     "layout={}", "model.language.vocab_size=163840",
     "data.root=/path/to/corpus", "data.sources={my_images: 1.0, my_texts: 1.0}",
@@ -33,7 +33,7 @@ EDITS = {
     "data.sources": "your sources and their token shares",
     "data.tokenizer": "your tiktoken file: its key under root, or a path of its own",
 }
-SHOWN = {"layout.pp", "layout.dp"}  # although they have their defaults
+SHOWN = {"layout.pp", "layout.dp"}  # shown although they have default values
 HEAD = """\
 # A small Kimi on your own data, in one process on a CPU or a GPU.
 #
@@ -63,12 +63,12 @@ EXAMPLES = {
 
 
 def every_key() -> list[Key]:
-    """Return the keys of the whole configuration."""
+    """Return all keys of the configuration."""
     return list(keys(Config))
 
 
 def chosen(section: str | None) -> list[Key]:
-    """Return a section's key and those below it; all for None.
+    """Return a section's key and the keys below it, or all keys for None.
 
     Raises:
         ValueError: there is no such key.
@@ -85,7 +85,7 @@ def chosen(section: str | None) -> list[Key]:
 
 
 def lines(found: list[Key], values: Mapping[str, Any] | None = None) -> Iterator[str]:
-    """Yield keys for the terminal; with the values of a configuration, those too."""
+    """Yield lines that show keys on a terminal, with a configuration's values if given."""
     for key in found:
         value = _value(values, key.path) if values is not None else Default.REQUIRED
         given = "" if isinstance(value, Default | dict) else f" = {one_line(value)}"
@@ -97,7 +97,7 @@ def lines(found: list[Key], values: Mapping[str, Any] | None = None) -> Iterator
 
 
 def as_dicts(found: list[Key], values: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-    """Return keys for JSON; a key that is required has no "default"."""
+    """Return keys for JSON; a required key has no "default"."""
     told = []
     for key in found:
         one = {"key": key.path, "type": key.kind, "unit": key.unit, "text": key.text}
@@ -111,7 +111,7 @@ def as_dicts(found: list[Key], values: Mapping[str, Any] | None = None) -> list[
 
 
 def _value(values: Mapping[str, Any], path: str) -> Any:
-    """Return the value at a path; `Default.REQUIRED` where there is none of this name."""
+    """Return the value at a path, or `Default.REQUIRED` if there is none."""
     value: Any = values
     for part in path.split("."):
         if not isinstance(value, Mapping) or part not in value:
@@ -121,7 +121,7 @@ def _value(values: Mapping[str, Any], path: str) -> Any:
 
 
 def markdown() -> str:
-    """Return docs/CONFIG.md."""
+    """Return the text of docs/CONFIG.md."""
     found = [
         "# Configuration: every key",
         PAGE_HEAD,
@@ -155,14 +155,14 @@ def _is_under(key: Key, other: Key) -> bool:
 
 
 def template() -> str:
-    """Return a YAML file for one's own data that runs after the edits it asks for."""
+    """Return a YAML file for the user's own data that runs after the edits marked in it."""
     values = load_config("tiny_cpu", OWN_DATA).model_dump(mode="json")
-    values["model"]["vision"]["projector_width"] = 0  # follows the width that is given
+    values["model"]["vision"]["projector_width"] = 0  # computed from the width
     return HEAD + "".join(f"{line}\n" for line in _block(every_key(), values, ""))
 
 
 def _block(found: list[Key], values: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """Yield the keys right below a prefix, each under what it does; defaults behind a #."""
+    """Yield the keys directly below a prefix, each after its description; comment out defaults."""
     pad = "  " * prefix.count(".")
     for key in found:
         name = key.path.removeprefix(prefix)

@@ -1,4 +1,4 @@
-"""`kimi-pretrain data ...`: make sources, check them and show what they hold."""
+"""The `kimi-pretrain data` commands, which create, check and show sources."""
 
 import json
 import os
@@ -68,15 +68,15 @@ def ingest(
     endpoint: EndpointOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a source of raw data: shards, index and manifest.
+    """Create a source from raw data: shards, index and manifest.
 
-    Samples that cannot be used are rejected, counted by reason, and listed in
+    The command rejects unusable samples, counts them by reason, and lists them in
     NAME/rejected.jsonl. If their share exceeds --max-rejected, the ingest ends;
     the same command with a higher share continues it. The same command also
     continues an ingest that was interrupted or killed. A finished source never
-    changes: more data of the same kind is another source beside it, or with
-    --append-to a new version that holds the old samples by reference.
-    docs/data_format.md shows what the inputs may look like.
+    changes. More data of the same kind become another source, or, with --append-to,
+    a new version that refers to the old samples. docs/data_format.md shows the
+    possible inputs.
 
     \b
     kimi-pretrain data ingest photos/ --to s3://corpus --name pairs \\
@@ -164,9 +164,9 @@ def reindex(
 ) -> None:
     """Count a source's tokens again with another tokenizer, without reading its media.
 
-    The source does not change, because runs may be reading it. The new source has
-    an index and a manifest of its own and shares the old one's shards: keep those
-    as long as either is used.
+    The source does not change, because runs may be reading it. The new source gets a
+    new index and manifest and shares the shards of the old source. Keep the shards as
+    long as either source is used.
 
     \b
     kimi-pretrain data reindex s3://corpus/pairs --name pairs_k2 \\
@@ -236,11 +236,10 @@ def tokenizer(
     endpoint: EndpointOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a tokenizer (byte pairs, Kimi's layout) for your sources, or store one.
+    """Train a tokenizer (byte pairs, Kimi's layout) for your sources, or store an existing one.
 
-    Of samples with media the texts are used. Each input contributes an equal part
-    of --max-mb, from its beginning. The same inputs in the same order give the
-    same file.
+    Samples with media contribute their texts. Each input contributes an equal part of
+    --max-mb, from its beginning. The same inputs in the same order give the same file.
 
     \b
     kimi-pretrain data tokenizer books/ notes.jsonl --to s3://corpus
@@ -281,15 +280,15 @@ def tokenizer(
 
 
 def _use_endpoint(endpoint: str | None) -> None:
-    """Set the endpoint of all stores, also of workers: they inherit the environment."""
+    """Set the endpoint of all stores, including those of workers, through the environment."""
     if endpoint:
-        for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):  # the second would win
+        for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):  # boto3 prefers the second
             os.environ[name] = endpoint
 
 
 def _num_workers(asked: int | None) -> int:
     cores = len(os.sched_getaffinity(0))
-    # On one core a second process would cost time and gain none.
+    # On one core a second process would only add overhead.
     return (cores if cores > 1 else 0) if asked is None else asked
 
 
@@ -307,7 +306,7 @@ def _print_summary(summary: dict[str, object], as_json: bool) -> None:
 def show_index(
     uri: Annotated[str, typer.Argument(help="The source: s3://bucket/prefix/NAME or a folder.")],
 ) -> None:
-    """Print what a source's index holds, as one JSON object.
+    """Print a summary of a source's index as one JSON object.
 
     \b
     kimi-pretrain data show-index s3://corpus/digits

@@ -1,4 +1,4 @@
-"""`kimi-pretrain data catalog ...`: versions of sources, their states, which run used which."""
+"""Commands `kimi-pretrain data catalog ...`: versions of sources, their states and their users."""
 
 import json
 from collections.abc import Iterator
@@ -52,11 +52,11 @@ def register(
     endpoint: EndpointOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Take a finished source in, as a version that is staged.
+    """Register a finished source as a staged version.
 
-    Its index is read and compared with its manifest. A copy of a known version,
-    under another root, becomes one more place of that. The first registration
-    makes the catalogue.
+    The command reads its index and compares it with its manifest. A copy of a known
+    version under another root becomes another replica of that version. The first
+    registration creates the catalogue.
 
     \b
     kimi-pretrain data catalog register s3://corpus/captions_3 --owner vision \\
@@ -94,7 +94,7 @@ def list_versions(
     where: CatalogOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List versions: state, samples, licence, owner, tags.
+    """List versions with state, samples, licence, owner and tags.
 
     \b
     kimi-pretrain data catalog list
@@ -121,7 +121,7 @@ def show(
     where: CatalogOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a version: where it lies, of what it was made, who changed it, which runs used it.
+    """Show a version: its replicas, its origin, its changes, and the runs that used it.
 
     \b
     kimi-pretrain data catalog show captions@active
@@ -154,7 +154,7 @@ def set_fields(
     revision: RevisionOption = None,
     where: CatalogOption = None,
 ) -> None:
-    """Set what people say of a version. An empty text takes licence or owner away.
+    """Set licence, owner, tags or parent of a version; an empty text clears licence or owner.
 
     \b
     kimi-pretrain data catalog set captions@3 --licence CC-BY-4.0 --owner vision
@@ -187,11 +187,12 @@ def promote(
     where: CatalogOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Bring a version into its next state.
+    """Move a version to its next state.
 
-    Verified needs a report of the whole version without a problem; active a
-    licence and an owner. The version that was active before becomes deprecated.
-    Deleted is what `data collect` makes of an archived one, with its bytes.
+    The state verified needs a report on the whole version without a problem; active
+    needs a licence and an owner. The previously active version becomes deprecated.
+    Only `data collect` sets the state deleted: it deletes the bytes of an archived
+    version.
 
     \b
     kimi-pretrain data verify s3://corpus/captions_3 --json > verify.txt
@@ -220,10 +221,10 @@ def audit(
     where: CatalogOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check that nobody altered the audit, nor the versions beside it; show its end.
+    """Check the audit log and the catalogue's versions for changes; show the last entries.
 
-    Note the head elsewhere from time to time: that its end was cut off shows by
-    that alone.
+    Write the head down elsewhere from time to time: only a known head reveals that
+    the end of the log was cut off.
 
     \b
     kimi-pretrain data catalog audit --head 8c1f...
@@ -250,7 +251,7 @@ def note_request(
     ],
     where: CatalogOption = None,
 ) -> None:
-    """Write into the audit that samples were asked to be deleted: numbers and hashes of keys.
+    """Record a deletion request in the audit log, with sample counts and hashes of keys.
 
     \b
     kimi-pretrain data catalog request 17 --list request-17.jsonl
@@ -274,10 +275,10 @@ def rebuild(
     where: CatalogOption = None,
     endpoint: EndpointOption = None,
 ) -> None:
-    """Take in all sources under some roots, by their own files: a lost catalogue begins again.
+    """Register all sources under some roots from their own files, to replace a lost catalogue.
 
-    Versions have the names of their folders and are staged. States, licences,
-    owners and tags are nowhere but in a catalogue: keep copies of it.
+    Versions get the names of their folders and are staged. States, licences, owners
+    and tags exist only in a catalogue, so keep copies of it.
 
     \b
     kimi-pretrain data catalog rebuild s3://corpus /data/more
@@ -305,7 +306,7 @@ def scan(
     ],
     where: CatalogOption = None,
 ) -> None:
-    """Take in which run used which version at which steps, from what the runs left behind.
+    """Record the versions and steps that runs used, from the files in their run folders.
 
     \b
     kimi-pretrain data catalog scan /shared/runs
@@ -326,10 +327,10 @@ def forget(
     run: Annotated[str, typer.Argument(help="Folder of the run, as `scan` told it.")],
     where: CatalogOption = None,
 ) -> None:
-    """Forget a run that will never go on: what it used may be archived and collected.
+    """Forget a run that will never resume, so that its sources may be archived and collected.
 
-    The audit keeps what it used. A run folder that is still there comes back with
-    the next scan.
+    The audit log still lists the sources that it used. If the run folder still exists,
+    the next scan adds the run again.
 
     \b
     kimi-pretrain data catalog forget /shared/runs/old
@@ -348,7 +349,7 @@ def resolve(
     where: CatalogOption = None,
     endpoint: EndpointOption = None,
 ) -> None:
-    """Print the folder under a root that a version stands for, as a start resolves it.
+    """Print the folder under a root that a version resolves to, as at the start of a run.
 
     \b
     kimi-pretrain data catalog resolve captions@active --root s3://corpus
@@ -362,7 +363,7 @@ def resolve(
 
 @catalog.command()
 def migrate(where: CatalogOption = None) -> None:
-    """Bring the catalogue's tables to this version's; earlier versions refuse it then.
+    """Migrate the catalogue's tables to this release; earlier releases then refuse them.
 
     \b
     kimi-pretrain data catalog migrate --catalog postgresql://owner@db/catalog
@@ -374,7 +375,7 @@ def migrate(where: CatalogOption = None) -> None:
 
 @contextmanager
 def opened(where: str | None) -> "Iterator[Catalog]":
-    """Open the catalogue; errors are one line, also those of what is done with it."""
+    """Open the catalogue; show errors in one line, including those of the caller's block."""
     with one_line_errors():
         try:
             from data_pipeline.catalog.engine import Catalog

@@ -1,4 +1,4 @@
-"""`kimi-pretrain data collect`: removes what nobody needs, by a plan and after a grace."""
+"""The `kimi-pretrain data collect` command, which removes unused data after a grace period."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -53,13 +53,13 @@ def collect(
     endpoint: EndpointOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove what nobody needs: archived sources, and what killed commands left.
+    """Remove unused data: archived sources and leftovers of killed commands.
 
-    First a plan is written and nothing else is done. After its grace it is
-    applied: each thing is looked at once more, and stays if any version, hold, run
-    or other source needs it by then, or if it was written again. All options are
-    those of the plan. What the store does not let go is told, with exit code 1.
-    Give the same command again to finish what was cut off.
+    --plan only writes a plan. After its grace period, --apply checks each entry
+    again. An entry stays if a version, hold, run or other source needs it by then,
+    or if it was rewritten. --apply uses the options stored in the plan. It reports
+    objects that the store refuses to remove, with exit code 1. Repeat the same
+    command to finish an interrupted removal.
 
     \b
     kimi-pretrain data collect s3://corpus --runs /shared/runs --plan old.json
@@ -96,7 +96,7 @@ def _propose(
     grace_days: float,
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Write a plan; returns what is in it, for --json."""
+    """Write a plan; return its summary for --json."""
     from data_pipeline.catalog.audit import check
     from data_pipeline.catalog.collect import note_plan, to_archive
     from data_pipeline.govern.collect import propose
@@ -136,7 +136,7 @@ def _propose(
 
 
 def _apply(catalog: "Catalog", store: "Store", endpoint: str | None, file: Path) -> dict[str, Any]:
-    """Apply a plan; returns what was done, for --json."""
+    """Apply a plan; return a summary of the removal for --json."""
     from data_pipeline.catalog.audit import check
     from data_pipeline.catalog.collect import archive
     from data_pipeline.govern.collect import apply
@@ -187,11 +187,11 @@ def _tell(done: "Collected") -> None:
 def tell_what_came_back(
     catalog: "Catalog", store: "Store", endpoint: str | None, names: Sequence[str]
 ) -> None:
-    """Take into the catalogue which sources lie again where a collection let them go.
+    """Record in the catalogue which collected sources exist again.
 
     Args:
-        store, endpoint: where they lie; the endpoint as given.
-        names: of sources.
+        store, endpoint: location of the sources; the endpoint as given by the user.
+        names: names of sources to look for.
     """
     from data_pipeline.catalog.collect import give_back, let_go
     from data_pipeline.index.manifest import read_manifest
@@ -225,7 +225,7 @@ def _facts(options: Mapping[str, Any]) -> "Store | None":
 def _ledger(
     catalog: "Catalog", place: tuple[str, str], options: Mapping[str, Any], now: datetime
 ) -> "Ledger":
-    """Return what the catalogue and the run folders say."""
+    """Return the ledger, which combines the catalogue and the run folders."""
     from data_pipeline.catalog.collect import Ledger
 
     places = [Path(given) for given in options["runs"]]
@@ -234,10 +234,10 @@ def _ledger(
 
 
 def _needing(places: "Sequence[Path]") -> "Runs":
-    """Return the runs at these places that need their sources, as they are now.
+    """Return the runs under these folders that currently need their sources.
 
     Raises:
-        ValueError: nobody knows what one needs.
+        ValueError: the needs of a run are unknown.
     """
     from data_pipeline.catalog.runs import read_run
     from data_pipeline.index.manifest import RUN_SOURCES, run_folders
@@ -258,9 +258,9 @@ def _needing(places: "Sequence[Path]") -> "Runs":
 
 
 def needs(folder: str) -> str | None:
-    """Return why a run that has finished still needs its sources; None: it does not.
+    """Return why a finished run still needs its sources, or None if it does not.
 
-    A run that cannot be seen from here may go on as well as any other.
+    A run whose folder this machine cannot see may still resume, so it needs them.
     """
     from kimi_pretrain.checkpoint.errors import CheckpointError, storage_errors
     from kimi_pretrain.checkpoint.storage_read import open_place

@@ -1,4 +1,4 @@
-"""`kimi-pretrain data facts | count`: statistics of sources of any size, and of their versions."""
+"""Commands `kimi-pretrain data facts` and `data count`: statistics of sources and versions."""
 
 import json
 import os
@@ -45,11 +45,11 @@ def facts(
     endpoint: EndpointOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write what there is to count of sources: a Parquet row per sample and per item.
+    """Write the facts of sources to Parquet: one row per sample and one per item.
 
-    `data count` does it by itself for sources that have none. It is written once for
-    each content and limits, from the index alone, in little memory; any tool that
-    reads Parquet may ask it more (docs/PLATFORM.md has the columns).
+    `data count` writes missing facts itself. Facts are written once for each content
+    and set of patch limits. They need only the index and little memory. Any tool that
+    reads Parquet can query them (docs/PLATFORM.md lists the columns).
 
     \b
     kimi-pretrain data facts s3://corpus/captions_3
@@ -92,12 +92,12 @@ def count(
     endpoint: EndpointOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Count sources of any size, and compare versions, in seconds: by their facts.
+    """Count sources of any size and compare versions in seconds, from their facts.
 
-    The figures of `data stats` by source and category, and how much of the tokens
-    lies in the longest samples, which samples and media look alike (length and
-    CRC-32; `data stats` reads them to be sure), and what differs between versions:
-    samples added, removed, changed, and how far distributions drifted.
+    Shows the figures of `data stats` by source and category, and the share of tokens
+    in the longest samples. Lists samples and media that look alike (same length and
+    CRC-32; `data stats` reads them to be sure). Compares versions: samples added,
+    removed or changed, and how far the distributions drifted.
 
     \b
     kimi-pretrain data count s3://corpus --out count.html
@@ -137,7 +137,7 @@ def count(
 
 
 def _opened(uri: str, endpoint: str | None, wanted: Sequence[str]) -> "tuple[Store, list[str]]":
-    """Open sources as `open_sources`; uri and names may be versions of the catalogue."""
+    """Open sources like `open_sources`; `uri` and `wanted` may name catalogue versions."""
     from launch.cli.sources import open_sources
     from launch.local.versions import open_version
 
@@ -155,7 +155,7 @@ def _opened(uri: str, endpoint: str | None, wanted: Sequence[str]) -> "tuple[Sto
 
 
 def facts_folder(given: Path | None) -> Path:
-    """Return where facts lie: as given, or by the environment, or in the user's cache."""
+    """Return the folder of facts: the given one, else the environment's, else the user cache."""
     if given is not None:
         return given
     if named := os.environ.get("KIMI_PRETRAIN_FACTS"):
@@ -167,7 +167,7 @@ def facts_folder(given: Path | None) -> Path:
 def _written(
     store: "Store", name: str, limits: "PatchLimits", folder: Path | None
 ) -> "tuple[FactsFile, bool]":
-    """Write the facts of a source unless they are there, with a progress bar."""
+    """Write the facts of a source unless they exist; show a progress bar."""
     from data_pipeline.inspect.facts import write_facts
     from launch.cli.progress import item_bar
 
@@ -178,7 +178,7 @@ def _written(
 def _other(
     store: "Store", against: str, limits: "PatchLimits", folder: Path | None, endpoint: str | None
 ) -> "FactsFile":
-    """Return the facts of what a source is compared with."""
+    """Return the facts of the source to compare with."""
     from data_pipeline.store.open import open_store
     from launch.cli.sources import split_source
 
@@ -193,7 +193,7 @@ def _other(
 
 
 def _pairs(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return (version, the one before it) by the names of the folders.
+    """Return (version, previous version) pairs, derived from the folder names.
 
     Raises:
         ValueError: there is no such pair.

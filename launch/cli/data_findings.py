@@ -1,4 +1,4 @@
-"""Problems of sources that `kimi-pretrain data verify` finds: counted, and listed by kind."""
+"""Counts the problems that `kimi-pretrain data verify` finds, and lists them by kind."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ from launch.pages.html import num_bytes
 
 
 class Findings:
-    """Counts all problems, keeps the first of each kind, and writes all into a file if asked.
+    """Counts all problems, keeps the first few of each kind, and can write all to a file.
 
     Memory is bounded by the number of kinds and sources.
 
     Args:
-        first: number of problems of a kind to keep for each source.
-        report: open file for all of them, one JSON object a line; None writes none.
+        first: number of problems of each kind to keep per source.
+        report: open file for all problems, one JSON object a line; None writes no file.
     """
 
     def __init__(self, first: int, report: TextIO | None):
@@ -32,11 +32,11 @@ class Findings:
         return sum(self._counts.values())
 
     def begin(self, source: str, about: dict[str, Any]) -> None:
-        """Say which content of a source is checked, and how thoroughly; for JSON."""
+        """Record the content of a source and the checks applied to it, for JSON."""
         self._about[source] = about
 
     def add_report(self, source: str, report: ShardReport) -> None:
-        """Add what was checked in a shard, and its problems."""
+        """Add the counts and problems of a checked shard."""
         checked = self._checked.setdefault(source, Counter())
         checked.update(
             shards=bool(report.shard),

@@ -1,4 +1,4 @@
-"""`kimi-pretrain data exposure | redact | hold`: who used samples, erasing them, forbidding it."""
+"""Commands `kimi-pretrain data exposure`, `redact` and `hold`: trace, erase and protect samples."""
 
 import json
 import os
@@ -41,13 +41,12 @@ def exposure(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell in which steps and rows of which runs samples stood.
+    """Report the runs, steps and rows that used given samples.
 
-    The steps of each run are planned once more, from its config.yaml and the
-    indices; no data are read and no log is needed. A run that cannot be planned
-    again is named, and the exit code is 1 then; so it is where a source of the
-    run or of the samples is not there any more. A source that no run and no root
-    knows is an error.
+    The command plans the steps of each run again, from its config.yaml and the
+    indices. It reads no data and needs no log. It names each run that it cannot plan
+    again, and exits with code 1. The exit code is also 1 if a source of the run or of
+    the samples no longer exists. A source that no run and no root knows is an error.
 
     \b
     kimi-pretrain data exposure /shared/runs --source captions --key sea-1
@@ -85,10 +84,10 @@ def exposure(
 
 
 def _by_run(folders: Sequence[Path], wanted: Wanted) -> dict[Path, Wanted]:
-    """Return of each run the samples of sources that it knows, or the root of its data.
+    """Return for each run the samples whose sources the run or its data root knows.
 
     Raises:
-        ValueError: no run knows a source; names the nearest.
+        ValueError: no run knows a source; suggests the nearest name.
     """
     from data_pipeline.names import did_you_mean
     from kimi_pretrain.tools.exposure import known_names
@@ -99,7 +98,7 @@ def _by_run(folders: Sequence[Path], wanted: Wanted) -> dict[Path, Wanted]:
             known[folder] = known_names(folder)
         except Exception as error:
             if user_message(error) is None:
-                raise  # otherwise it is told when this run is looked at
+                raise  # the caller reports user errors when it replays this run
             known[folder] = {*wanted}
     every = set[str]().union(*known.values())
     if nowhere := sorted({*wanted} - every):
@@ -114,7 +113,7 @@ def _by_run(folders: Sequence[Path], wanted: Wanted) -> dict[Path, Wanted]:
 
 
 def _tell_exposure(found: "Exposure", hint: str) -> dict[str, Any]:
-    """Print what a run used; returns its summary for --json."""
+    """Print the uses of a run; return its summary for --json."""
     uses, steps = len(found.uses), len({use.step for use in found.uses})
     typer.echo(
         f"{found.run}: {uses:,} uses in {steps:,} of steps {found.first} to {found.last}"
@@ -160,13 +159,14 @@ def redact(
     endpoint: EndpointOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Overwrite samples in all shards under a root, for good.
+    """Overwrite samples in all shards under a root, permanently.
 
-    Every source that holds a shard of theirs gets new shards of equal length, and
-    a manifest that names them. Nothing moves, no other sample changes, and runs go
-    on: they count redacted samples as tombstones. The replaced shards are removed
-    with their old versions; what the store does not let go is told, with exit code
-    1. Give the same command again to finish what was cut off.
+    Every source that uses one of their shards gets new shards of equal length and a
+    manifest that names them. Nothing moves, no other sample changes, and runs
+    continue: they count redacted samples as tombstones. The replaced shards are
+    removed with their old versions. The command reports objects that the store
+    refuses to remove, with exit code 1. Repeat the same command to finish an
+    interrupted redaction.
 
     \b
     kimi-pretrain data redact s3://corpus --list request-17.jsonl
@@ -220,11 +220,11 @@ def hold(
     ] = None,
     endpoint: EndpointOption = None,
 ) -> None:
-    """Keep shards of a source from being redacted or removed, until the hold is ended.
+    """Protect shards of a source from redaction and removal until the hold ends.
 
-    Sources that share the shards are covered. With --lock the bucket's own legal
-    hold is set as well, or ended, after a probe has shown that it is enforced.
-    Where there is a catalogue, its audit has it.
+    The hold also covers other sources that share the shards. --lock also sets or ends
+    the bucket's own legal hold, after a probe has shown that the store enforces it. If
+    there is a catalogue, its audit log records the hold.
 
     \b
     kimi-pretrain data hold s3://corpus/captions case-9 --lock
@@ -260,7 +260,7 @@ def hold(
 
 
 def _wanted(source: str | None, keys: Sequence[str] | None, samples: Path | None) -> Wanted:
-    """Return source -> keys of the samples that were named."""
+    """Return {source: keys} of the samples to process."""
     if (samples is None) == (source is None) or (source is None) != (not keys):
         raise ValueError("give --source with --key, or --list")
     if samples is None:
@@ -309,7 +309,7 @@ def _tell_done(done: "Done") -> None:
 
 
 def _purge(uri: str, endpoint: str | None, config: str) -> None:
-    """Drop the replaced shards' blocks from the cache that a configuration names."""
+    """Remove the blocks of replaced shards from the cache of a configuration."""
     from data_pipeline.govern.redact import purge
     from data_pipeline.store.open import open_store
     from kimi_pretrain.config import load_config
@@ -323,11 +323,11 @@ def _purge(uri: str, endpoint: str | None, config: str) -> None:
 
 @contextmanager
 def configured_catalog(where: str | None, *, begun: bool = False) -> "Iterator[Catalog | None]":
-    """Open the catalogue if one is configured, and see that it can be read, before all else.
+    """Open the catalogue if one is configured, and check first that it can be read.
 
     Args:
-        where: as of `Catalog`.
-        begun: one that nobody has begun yet is none; otherwise it is an error.
+        where: as for `Catalog`.
+        begun: if True, yield None for a catalogue that was never created; else raise an error.
     """
     default = Path("~/.local/share/kimi-pretrain/catalog.sqlite").expanduser()
     if where is None and "KIMI_PRETRAIN_CATALOG" not in os.environ and not default.exists():
@@ -362,7 +362,7 @@ def _record(
     wanted: Mapping[str, Sequence[str]],
     request: str | None,
 ) -> None:
-    """Take into the catalogue what the sources under the root are now."""
+    """Record the request and the redacted sources under the root in the catalogue."""
     from data_pipeline.catalog.redactions import follow, note_request
     from data_pipeline.catalog.register import look
     from data_pipeline.index.manifest import read_manifest, sources_at

@@ -1,4 +1,4 @@
-"""`kimi-pretrain data verify | stats | show`: check sources, and show what they hold."""
+"""Commands `kimi-pretrain data verify`, `stats` and `show`, which check and show sources."""
 
 import json
 from collections.abc import Sequence
@@ -61,9 +61,9 @@ def verify(
 ) -> None:
     """Check every entry of a source's index against its shards.
 
-    Sizes, SHA-256 and tar structure of the shards; CRCs of documents and media;
-    the documents, their token counts and the media against the index; keys and
-    regions. All problems are found, not only the first. Exit code 0: sound, 1:
+    Checks the sizes, SHA-256 and tar structure of the shards, the CRCs of documents
+    and media, and keys and regions. Compares documents, token counts and media with
+    the index. Reports all problems, not only the first. Exit code 0: sound, 1:
     problems, 2: could not be checked.
 
     \b
@@ -77,7 +77,7 @@ def verify(
         from launch.cli.data_findings import Findings
         from launch.cli.sources import named_tokenizer, open_sources
 
-        checks = Checks(None, sample_share, decode, threads)  # before anything is read
+        checks = Checks(None, sample_share, decode, threads)  # fails before anything is read
         store, names = open_sources(uri, endpoint, source or ())
         if tokenizer:
             checks = replace(checks, tokenizer=named_tokenizer(tokenizer, store, endpoint))
@@ -96,7 +96,7 @@ def verify(
 
 
 def _verify_source(store: "Store", name: str, checks: "Checks", findings: "Findings") -> None:
-    """Check one source, with a progress bar; by its own tokenizer unless one is given."""
+    """Check one source with a progress bar; use its own tokenizer unless one is given."""
     from data_pipeline.inspect.verify import Problem, open_source, verify_source
     from launch.cli.progress import byte_bar
     from launch.cli.sources import num_shard_bytes, own_tokenizer
@@ -134,9 +134,9 @@ def stats(
     endpoint: EndpointOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell what sources hold: samples, tokens, sizes, aspect ratios, regions, duplicates.
+    """Show statistics of sources: samples, tokens, sizes, aspect ratios, regions, duplicates.
 
-    All but the duplicates comes from the indices alone.
+    Only the search for duplicates reads data; all other figures come from the indices.
 
     \b
     kimi-pretrain data stats s3://corpus --out stats.html --config tiny_cpu
@@ -175,7 +175,7 @@ def stats(
 def limits_of(
     config: str | None, seq_len: int | None, image: int | None, frame: int | None
 ) -> "tuple[PatchLimits, int | None, DataConfig | None]":
-    """Return limits and row length from the options, else the config, else the defaults; and it."""
+    """Return patch limits, row length and data config; options override config and defaults."""
     from moonvit3d.geometry import PatchLimits
 
     limits, loaded = PatchLimits(), None
@@ -255,14 +255,14 @@ def show(
     out: OutOption = Path("show.html"),
     endpoint: EndpointOption = None,
 ) -> None:
-    """Show rows as the model gets them, or samples as they are stored, in one HTML page.
+    """Show rows as the model gets them, or stored samples, in one HTML page.
 
-    With --config: the tokens of a step's rows, borders of documents, what is
-    learnt, the pictures after augmentation and the regions drawn where the tokens
-    say. With the config.yaml of a run's folder they are what that run drew, also
-    if its data were changed on the way. Without: the documents and media of a
-    source. With --anomaly: the rows of a step that a run skipped or stopped at,
-    exactly as it had them.
+    With --config, the page shows the tokens of a step's rows, the borders of
+    documents, the loss mask, the pictures after augmentation, and the regions at the
+    coordinates in the tokens. With the config.yaml in a run's folder, it shows the
+    rows that the run drew, even if the run's data changed midway. Without --config,
+    it shows the documents and media of a source. With --anomaly, it shows the rows of
+    a step that a run skipped or stopped at, exactly as the run had them.
 
     \b
     kimi-pretrain data show --config tiny_cpu data.root=/data/corpus --step 100 \\
@@ -297,7 +297,7 @@ def show(
 
 
 def write_page(out: Path, page: str) -> None:
-    """Write a page, and say so."""
+    """Write a page; print its path and size."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page, encoding="utf-8")
     typer.echo(f"wrote {out} ({len(page.encode()) / 1e6:.1f} MB)")

@@ -1,4 +1,4 @@
-"""`kimi-pretrain data serve | token`: the page of the data platform, and who may look at it."""
+"""Commands `kimi-pretrain data serve` and `data token`: the web page and its access tokens."""
 
 import ipaddress
 import os
@@ -71,10 +71,10 @@ def serve(
 ) -> None:
     """Show sources in a browser: samples, rows as the model gets them, statistics.
 
-    It listens on this machine alone and prints an address whose token can be used
-    once. With a catalogue it shows versions, their lineage, replicas and runs, and
-    the audit. What is to be counted is written first, once for each content
-    (`data facts`). It needs no network. --role is that of the printed address.
+    By default the server listens only on this machine and prints an address with a
+    one-time token. With a catalogue it also shows versions, their lineage, replicas
+    and runs, and the audit log. It writes missing facts first, once for each content
+    (`data facts`). It needs no network. --role sets the role of the printed address.
 
     \b
     kimi-pretrain data serve /data/corpus --config my.yaml
@@ -133,9 +133,9 @@ def token(
     tokens: Annotated[Path, typer.Option(help="File to add it to; begun if it is not there.")],
     role: RoleOption = "viewer",
 ) -> None:
-    """Make a token for a person and print it; the file keeps its SHA-256 alone.
+    """Create a token for a person and print it; the file stores only its SHA-256.
 
-    To take one away, delete its line and start the server again.
+    To revoke a token, delete its line and restart the server.
 
     \b
     kimi-pretrain data token ann --role curator --tokens tokens.jsonl
@@ -167,31 +167,31 @@ def _is_loopback(host: str) -> bool:
 
 
 def _check_certificate(certificate: Path, key: Path) -> None:
-    """Refuse a certificate that the server could not use, before anything is written."""
+    """Refuse an unusable certificate before anything is written."""
     told = None
     try:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
-    except OSError as error:  # of ssl, too
+    except OSError as error:  # ssl.SSLError is a subclass
         told = error.strerror or str(error)
     if told is not None:
         raise ValueError(f"--certificate {certificate} --key {key}: {told}")
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """Return a socket that listens; before anything is written, so that a port in use is told."""
+    """Return a listening socket, bound early so that a used port fails before any writing."""
     address = host.strip("[]")
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    # Named as TCP, or asyncio would leave Nagle's delay on: 40 ms for each answer.
+    # asyncio turns off Nagle's delay (40 ms per answer) only for sockets with IPPROTO_TCP.
     found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     told = None
     try:
         found.bind((address, port))
-        found.listen(128)  # whoever comes before the server runs waits
+        found.listen(128)  # clients that connect before the server runs wait
     except OSError as error:
         found.close()
         told = error.strerror or str(error)
-    if told is not None:  # beyond the OSError: a start of a program is not tried again
+    if told is not None:  # outside `except`: a chained OSError counts as transient
         raise ValueError(f"--host {host} --port {port}: {told}")
     return found
 
@@ -199,12 +199,12 @@ def _bound(host: str, port: int) -> socket.socket:
 def _user() -> str:
     try:
         return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:  # a number without a name, as in containers
+    except KeyError:  # containers often have a uid without a name
         return f"user-{os.getuid()}"
 
 
 def _steps_of_config(config: str, uri: str, endpoint: str | None) -> "Fresh[Steps]":
-    """Return the steps of a run that would begin with a configuration on the sources at a URI."""
+    """Return the steps of a new run with this configuration on the sources at a URI."""
     from data_pipeline.access import open_data, open_tokenizer
     from data_pipeline.index.manifest import read_index
     from data_pipeline.plan.planner import Planner
@@ -233,7 +233,7 @@ def _steps_of_config(config: str, uri: str, endpoint: str | None) -> "Fresh[Step
 
 
 def _for_pages(data: "DataConfig") -> "DataConfig":
-    """Return a run's data as a page reads it: here, and for somebody who waits."""
+    """Return a run's data section for a page: it reads in this process and gives up early."""
     from launch.web.corpus import PATIENCE_S
 
     alone = data.replace(workers=0, prefetch_steps=0, cache=None, requests_per_second=None)
@@ -243,10 +243,10 @@ def _for_pages(data: "DataConfig") -> "DataConfig":
 def _fresh_steps(
     data: "DataConfig", listed: "tuple[Store, str] | None", make: "Callable[[], Steps]"
 ) -> "Fresh[Steps]":
-    """Return steps that are read again once a source or the list of tombstones is another.
+    """Return steps that are read again when a source or the tombstone list changes.
 
     Args:
-        listed: store and key of the list, or of what a run keeps of it.
+        listed: store and key of the tombstone list or of the run's copy; None without a list.
     """
     from data_pipeline.access import open_data
     from launch.web.fresh import Fresh, State, manifests_of, state_of
@@ -261,7 +261,7 @@ def _fresh_steps(
 
 
 def _steps_of_run(run: Path) -> "Fresh[Steps]":
-    """Return the steps of a run as it had them."""
+    """Return the steps of a run, replayed from its folder."""
     from data_pipeline.access import open_data, open_tokenizer
     from data_pipeline.index.manifest import RUN_TOMBSTONES
     from data_pipeline.store.open import FolderStore
@@ -290,7 +290,7 @@ def _site(
     hosts: frozenset[str],
     cookie: str,
 ) -> "Site":
-    """Return what there is to show; facts that are not there are written now."""
+    """Return the site to serve, after writing missing facts."""
     from data_pipeline.store.open import open_store
     from launch.cli.progress import item_bar
     from launch.cli.sources import open_sources
@@ -319,12 +319,12 @@ def _site(
 def _run(
     site: "Site", listening: socket.socket, certificate: Path | None, key: Path | None
 ) -> None:
-    """Serve until somebody interrupts it."""
+    """Serve until interrupted."""
     from launch.local.worker import allow_many_files
     from launch.web.app import application
     from launch.web.connections import web_server
 
-    allow_many_files()  # clients that connect and say nothing hold one each
+    allow_many_files()  # each idle client holds a file descriptor
     try:
         web_server(application(site), certificate, key).run(sockets=[listening])
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Reads the rows or samples of `kimi-pretrain data show`, and makes its page of them."""
+"""Reads the rows or samples for `kimi-pretrain data show`, and renders its page."""
 
 import json
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from launch.pages.rows_page import Step, rows_page
 from launch.pages.samples_page import StoredSample, samples_page
 from launch.pages.step_reader import StepReader
 
-# Of `data`, what says how bytes come and not which.
+# Keys of `data` that change how data are read, but not which data.
 _APART = {
     *("root", "endpoint", "tokenizer", "requests_per_second", "patience", "cache"),
     *("workers", "fetch_threads", "prefetch_steps", "prefetch_bytes", "same_decoders"),
@@ -38,10 +38,10 @@ def find_anomaly(file: Path, step: int | None) -> dict[str, Any]:
         step: as in metrics.jsonl, counted from 1; None for the last entry.
 
     Raises:
-        ValueError: no entry of this step, or none at all, or a line that is none.
+        ValueError: the file has no entry of this step, no entry at all, or a malformed line.
         FileNotFoundError: no such file.
     """
-    # What follows the last end of a line was being written when the run was killed.
+    # Drops an unfinished last line: the run was killed while it wrote that line.
     whole = file.read_text().split("\n")[:-1]
     try:
         lines = [{**json.loads(line)} for line in whole]
@@ -63,7 +63,7 @@ def show_rows(
     rows: range,
     anomaly: dict[str, Any] | None = None,
 ) -> str:
-    """Return the HTML page of some rows of a step, as of `read_rows`."""
+    """Return the HTML page of some rows of a step; `read_rows` explains the arguments."""
     found = read_rows(config, overrides, step, rows, anomaly)
     title = f"Step {step}" if anomaly is None else _title(anomaly)
     shown = found.batch.row_ids
@@ -77,21 +77,21 @@ def read_rows(
     rows: range,
     anomaly: dict[str, Any] | None = None,
 ) -> Step:
-    """Return some rows of a step, read as a run of one process reads them.
+    """Return some rows of a step, read like a single-process run reads them.
 
     Args:
-        config: YAML file or preset: a run that would begin so. The config.yaml of a run's folder:
-            that run as it was, with its mixtures, its quarantine and what was redacted since.
+        config: YAML file or preset, for a new run with this configuration; or the config.yaml in a
+            run's folder, for that run with its mixtures, its quarantine and later redactions.
         overrides: `section.key=value`.
         step: number from 1, as in metrics.jsonl.
-        rows: numbers of rows in the step; those beyond the last are ignored.
-        anomaly: entry of anomalies.jsonl; shows its step, as the run had it, in place of `step`.
+        rows: row numbers within the step; numbers beyond the last row are ignored.
+        anomaly: entry of anomalies.jsonl; its step, as the run had it, replaces `step`.
 
     Raises:
-        ValueError: the config cannot run, the step has no such row, its samples are not those of
-            the anomaly, or the run's steps cannot be planned again.
+        ValueError: the config cannot run, the step has no such row, its samples differ from those
+            of the anomaly, or the run's steps cannot be planned again.
     """
-    # For a single step: no worker processes, no prefetch, no cache on disk.
+    # A single step needs no worker processes, no prefetch and no cache on disk.
     whole, _ = load_pinned(config, overrides)
     run = _run_of(config, whole)
     if anomaly is None and run is None and whole.train.start_optimizer == "keep":
@@ -127,10 +127,10 @@ def read_rows(
 
 
 def _run_of(config: str, whole: Config) -> Path | None:
-    """Return the folder of the run whose config.yaml is given; None: it is not as the run's was.
+    """Return the run folder of a config.yaml, or None if its data differ from the run's.
 
     Raises:
-        ValueError: the run's data were changed on the way, and overrides change them again.
+        ValueError: the run's data changed midway, and overrides change them again.
     """
     file = find_config(config)
     if file.name != "config.yaml" or not (file.parent / RUN_SOURCES).is_file():
@@ -150,7 +150,7 @@ def _run_of(config: str, whole: Config) -> Path | None:
 
 
 def _check_samples(step: Step, anomaly: dict[str, Any]) -> None:
-    """Refuse to show other samples than those that the run recorded."""
+    """Raise a ValueError if the samples differ from those that the run recorded."""
     pairs = zip_longest(sample_names(step.batch.plan, step.indices), anomaly["samples"])
     for place, (found, wanted) in enumerate(pairs):
         if found != wanted:
@@ -175,13 +175,13 @@ def show_samples(
 
     Args:
         uri: root of the source.
-        endpoint: of the object store; None for the environment's.
-        source: its name.
-        keys: of the samples; empty for the `first` ones.
+        endpoint: endpoint of the object store; None uses the environment's.
+        source: name of the source.
+        keys: keys of the samples; if empty, the `first` samples are shown.
 
     Raises:
         ValueError: no such source or sample.
-        IndexMismatch: its bytes are not those of the index.
+        IndexMismatch: the bytes of a sample do not match the index.
     """
     store, (name,) = open_sources(uri, endpoint, [source])
     index = read_index(store, name)
@@ -196,7 +196,7 @@ def show_samples(
 
 
 def _files(store: Store, index: SourceIndex, number: int) -> dict[int, bytes]:
-    """Return {number of the file: bytes} of a sample's media."""
+    """Return {file number: bytes} of a sample's media."""
     lines = [
         line
         for line in range(int(index.item_ptr[number]), int(index.item_ptr[number + 1]))

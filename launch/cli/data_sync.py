@@ -1,4 +1,4 @@
-"""`kimi-pretrain data sync`: copies of sources in other places, and whether they are equal."""
+"""The `kimi-pretrain data sync` command, which copies sources between roots or compares them."""
 
 import json
 from dataclasses import asdict
@@ -40,18 +40,18 @@ def sync(
     where: CatalogOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Copy finished sources to another place, folder or bucket, on whatever server.
+    """Copy finished sources to another folder or bucket, on any server.
 
-    Each file is compared with its SHA-256 on its way, and again where it arrives.
-    A source's manifest goes last: B never shows one that is not whole. What B has
-    already is not copied; the same command continues a sync that was interrupted
-    or killed. Shards that lie in the folder of another source (--append-to,
-    reindex) come along, under the same keys. Nothing in B is ever overwritten,
-    but for samples that were redacted in A: they are redacted in B, too. What was
-    redacted in B stays so. A catalogue is told, where there is one, what a
-    collection took from B and is there again.
+    The command compares each file with its SHA-256 during the copy, and again at the
+    destination. It writes a source's manifest last, so B never shows an incomplete
+    source. It does not copy files that B already has. The same command continues a
+    sync that was interrupted or killed. Shards in the folder of another source
+    (--append-to, reindex) are copied too, under the same keys. Nothing in B is ever
+    overwritten, except samples that were redacted in A: they are redacted in B, too.
+    Samples redacted in B stay redacted. If there is a catalogue, it records sources
+    that a collection removed from B and that now exist there again.
 
-    --verify-only reads all files of both sides; it ends with 1 if any differs.
+    --verify-only reads all files on both sides; the exit code is 1 if any file differs.
 
     \b
     kimi-pretrain data sync /data/corpus s3://corpus --source captions_3
@@ -81,7 +81,7 @@ def sync(
                 report = do(*stores, names or (), options, show)
             if catalog is not None and isinstance(report, SyncReport):
                 endpoint = to_endpoint
-                if to_profile and isinstance(stores[1], S3Store):  # not the environment's
+                if to_profile and isinstance(stores[1], S3Store):  # the profile's endpoint
                     endpoint = stores[1].endpoint
                 tell_what_came_back(catalog, stores[1], endpoint, list(report.sources))
         except KeyboardInterrupt:
@@ -105,7 +105,7 @@ def sync(
 
 
 def _print(told: dict[str, object]) -> None:
-    """Print what was done; problems have been."""
+    """Print the summary; the caller has already printed the problems."""
     for key, value in told.items():
         if key == "sources" and isinstance(value, dict):
             for name, state in value.items():

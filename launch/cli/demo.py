@@ -1,4 +1,4 @@
-"""`kimi-pretrain demo`: the whole system on real data on this machine."""
+"""The `kimi-pretrain demo` command, which runs the whole system on real data on this machine."""
 
 import json
 from pathlib import Path
@@ -21,12 +21,12 @@ def demo(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run the whole system on real data on this machine: about eight minutes on two cores.
+    """Run the whole system on real data on this machine (about eight minutes on two cores).
 
-    Starts an S3 server on the loopback address, builds a corpus of images, video
-    and text from installed packages, trains a tiny Kimi with four processes,
-    resumes it from the middle and compares bit by bit, and reads held-out pages
-    of digits.
+    Starts an S3 server on the loopback address and builds a corpus of images, video
+    and text from installed packages. Trains a tiny Kimi with four processes, resumes
+    the run from its middle, and compares the two bit by bit. Then measures how many
+    digits of held-out pages the model reads.
 
     \b
     kimi-pretrain demo

@@ -1,4 +1,4 @@
-"""`kimi-pretrain eval`: accuracy of a checkpoint on held-out pages of digits, or loss on texts."""
+"""The `kimi-pretrain eval` command: accuracy on held-out pages of digits, or loss on texts."""
 
 import json
 from typing import Annotated, Any
@@ -24,17 +24,18 @@ def evaluate(
 ) -> None:
     """Measure how many digits of held-out pages a checkpoint reads, or its loss on texts.
 
-    Of a source with media: samples with one image each, and of these the digits
-    that are written. Each page is shown with its own picture, and with another
-    page's: the second number tells what can be guessed without looking.
+    For a source with media, it uses samples with one image each and counts the
+    digits of the page. The model sees each page with its own picture, and with
+    another page's picture. The second result shows how many digits a model can guess
+    without the right picture.
 
-    Of a source without media, and with --texts: loss and perplexity over all
-    tokens of whole texts that the model is trained to write.
+    For a source without media, or with --texts, it measures loss and perplexity over
+    all tokens of whole texts that the model is trained to write.
 
-    With --heldout instead of --source: the loss of the sources of data.heldout,
-    the line that train.validate_every writes, in one process.
+    With --heldout instead of --source, it measures the loss of the sources in
+    data.heldout in one process: the same line that train.validate_every writes.
 
-    It says what was counted, and what was left out and why (docs/METRICS.md).
+    It reports what it counted, and what it left out and why (docs/METRICS.md).
 
     \b
     kimi-pretrain eval --config runs/demo/config.yaml --checkpoint \\
@@ -65,7 +66,7 @@ def evaluate(
 
 
 def table_of(line: dict[str, Any]) -> str:
-    """Return the losses of a line of heldout.jsonl as text."""
+    """Return the losses in a line of heldout.jsonl as a text table."""
     lines = [("all", line["loss"], line["loss_tokens"])]
     for what in ("source", "position"):
         means, tokens = line[f"loss_by_{what}"], line[f"loss_tokens_by_{what}"]

@@ -1,4 +1,4 @@
-"""What `kimi-pretrain data ingest` shows: a bar while it works, then what was rejected."""
+"""Shows the progress of `kimi-pretrain data ingest`, then its rejections."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ Show = Callable[[IngestProgress], None]
 
 
 class Pace:
-    """Speed since this start; what an earlier, interrupted ingest did is not counted."""
+    """Speed since this start, excluding the work of an earlier, interrupted ingest."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()
@@ -26,7 +26,7 @@ class Pace:
         self.now = IngestProgress()
 
     def update(self, counts: IngestProgress) -> str:
-        """Take new counts; returns them with the speed, in one line."""
+        """Store new counts; return them with the speed, in one line."""
         first = self._first = self._first or counts
         self.now = counts
         megabytes = (counts.bytes - first.bytes) / self._seconds() / 1e6
@@ -36,7 +36,7 @@ class Pace:
         )
 
     def samples_per_second(self) -> float:
-        """Samples per second, rejected ones included, since the start."""
+        """Return samples per second since the start, including rejected samples."""
         first = self._first or self.now
         done = self.now.samples + self.now.rejected - first.samples - first.rejected
         return done / self._seconds()
@@ -47,9 +47,9 @@ class Pace:
 
 @contextmanager
 def ingest_bar(title: str, total: int | None, pace: Pace) -> Iterator[Show]:
-    """Show an ingest's progress; yields what to call with new counts, which `pace` keeps.
+    """Show an ingest's progress; yield a function to call with new counts, which `pace` stores.
 
-    `total` is None if the samples of the input are not known beforehand.
+    `total` is None if the number of input samples is unknown.
     """
 
     def line(counts: IngestProgress) -> str:
@@ -66,7 +66,7 @@ def ingest_bar(title: str, total: int | None, pace: Pace) -> Iterator[Show]:
 
 
 def rejections(store: Store, name: str) -> dict[str, tuple[int, str]]:
-    """Return why samples of a finished source were rejected, most frequent reason first.
+    """Return the reasons for rejections in a finished source, most frequent first.
 
     Returns:
         {reason: (number of samples, key and detail of the first)}.
@@ -80,7 +80,7 @@ def rejections(store: Store, name: str) -> dict[str, tuple[int, str]]:
 
 
 def print_rejections(found: dict[str, tuple[int, str]], where: str) -> None:
-    """Print a table of the rejections, if there are any."""
+    """Print a table of the rejections, if any."""
     if not found:
         return
     table = Table(title=f"rejected (all of them: {where}/rejected.jsonl)", title_justify="left")
@@ -90,5 +90,5 @@ def print_rejections(found: dict[str, tuple[int, str]], where: str) -> None:
     for reason, (count, first) in found.items():
         # A key may hold a lone surrogate, which cannot be encoded.
         table.add_row(reason, f"{count:,}", first.encode(errors="backslashreplace").decode())
-    # Without markup: rich would read brackets in a detail as style.
+    # With markup, rich would read brackets in a detail as style.
     Console(stderr=True, markup=False).print(table)

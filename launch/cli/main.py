@@ -1,6 +1,6 @@
-"""The `kimi-pretrain` command. Heavy modules are imported inside the commands, so help is instant.
+"""The `kimi-pretrain` command. Commands import heavy modules when they run, so help is instant.
 
-A user error is shown in one line (exit code 2); any other error keeps its traceback.
+A user error is one line with exit code 2; any other error keeps its traceback.
 """
 
 import gc
@@ -33,9 +33,9 @@ app = typer.Typer(
     help="Pre-training of multimodal mixture-of-experts models of the Kimi K2.5 kind.",
     no_args_is_help=True,
     add_completion=False,
-    # Paragraphs of the docstrings stay paragraphs, and the examples keep their lines.
+    # Keeps the paragraphs of docstrings and the lines of examples.
     rich_markup_mode="rich",
-    # A plain traceback: the pretty one prints local variables, and those may hold secrets.
+    # Pretty tracebacks print local variables, which may hold secrets.
     pretty_exceptions_enable=False,
 )
 app.add_typer(data, name="data")
@@ -74,14 +74,14 @@ def options(
         ),
     ] = False,
 ) -> None:
-    """Take the options before a command's name."""
+    """Handle the options that precede a command's name."""
 
 
 def main() -> None:
-    """Run the command line; the entry point of the console script.
+    """Run the command line; this is the entry point of the console script.
 
-    PYTHONSAFEPATH is for what it starts with `python -m` (torchrun, ranks, writers): without it a
-    `random.py` in the working folder would be imported in place of the library's.
+    PYTHONSAFEPATH protects processes that `python -m` starts (torchrun, ranks, writers). Without
+    it, a `random.py` in the working folder would shadow the standard library's.
     """
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored by the shell
@@ -89,13 +89,13 @@ def main() -> None:
     try:
         app()
     except SystemExit as end:
-        if "kimi_pretrain.engine" in sys.modules:  # an evaluation has opened process groups
+        if "kimi_pretrain.engine" in sys.modules:  # an evaluation has process groups
             from launch.local.worker import leave
 
             leave(end.code if isinstance(end.code, int) else int(end.code is not None))
         raise
     finally:
-        gc.freeze()  # or an interpreter that ends looks through every object, for 0.2 s
+        gc.freeze()  # otherwise the interpreter scans every object at exit, which takes 0.2 s
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Options and arguments that several commands take."""
+"""Options and arguments shared by several commands."""
 
 from typing import Annotated
 

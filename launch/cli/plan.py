@@ -1,4 +1,4 @@
-"""`kimi-pretrain plan`: predicts encoder load or step time, calibrates costs, plans memory."""
+"""The `kimi-pretrain plan` command: predicts load or step time, calibrates costs, plans memory."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 PLANNED, SEARCHED = 8, 2  # steps
-NETWORK = 40e9  # bytes/s: a 400 Gbit/s port for each GPU, less a fifth
+NETWORK = 40e9  # bytes/s: 80% of a 400 Gbit/s port per GPU
 
 
 def plan(
@@ -81,37 +81,36 @@ def plan(
     out: Annotated[Path | None, typer.Option(help="File for the JSON object.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict what each rank's encoder will do, without model or GPUs.
+    """Predict the encoder load of each rank, without model or GPUs.
 
-    Plans the first steps exactly as the training does, from the indices under
-    data.root, for any number of ranks in this one process: seconds of the encoder
-    under three ways of assigning media to ranks, what travels between ranks,
-    memory, and what to change where something binds.
+    Plans the first steps exactly like the training, from the indices under data.root,
+    for any number of ranks in one process. Shows the encoder's seconds under three
+    assignments of media to ranks, the traffic between ranks, and memory. Suggests a
+    change where something is the bottleneck.
 
-    With --calibrate it reads no data but times the config's encoder, the passes of
-    its language model layer by layer, and the update on this machine, and prints
-    the lines to paste into the config. They are part of the config because every
-    rank must compute the same plan from them: calibrate once, on one device of
-    the kind that the run will have. The exchange between ranks is not in it.
+    --calibrate reads no data. It times the config's encoder, the passes of its
+    language model layer by layer, and the update on this machine, and prints the
+    lines to paste into the config. The costs are part of the config because every
+    rank must compute the same plan from them. Calibrate once, on one device of the
+    kind that the run will have. The exchange between ranks is not included.
 
-    With --memory it prints what the fullest rank of each pipeline stage holds:
-    weights, gradients, optimizer state, activations by kind, the encoder; which
-    rank is fullest, and which single switch lowers that. Where that is over
-    train.memory_limit_gib, or over the memory of a common card, it lists which
-    settings together bring it under, and what more ranks would spare. A run over
-    the limit is refused.
+    --memory prints the memory of the fullest rank of each pipeline stage: weights,
+    gradients, optimizer state, activations by kind, the encoder. It names the fullest
+    rank, and the single switch that lowers its memory. If this memory exceeds
+    train.memory_limit_gib or a common card, it lists settings that together bring it
+    under the limit, and the savings of more ranks. A run over the limit is refused.
 
-    With --step it predicts the seconds of whole steps instead: the pipeline's passes
-    and bubbles, what of the encoder lies outside them, its exchange, gradient sums,
-    the update, stalls of checkpoints, bytes and requests of the loader and whether
-    storage keeps up (--storage, data.requests_per_second), tokens a day, and what
-    binds. Passes and update are those that --calibrate measured; without, passes are
-    counted operations at dep.flops_per_second and the update is left out. --draw
-    writes a picture of the slowest of these steps, a lane for each stage; its
-    intervals are in the JSON object as well. With --search too it prices other
-    layouts of as many ranks (pp, vpp, cp, tp, ep) and the settings of memory that
-    each needs, and lists the ten fastest that fit into train.memory_limit_gib, with
-    the settings to paste.
+    --step predicts the seconds of whole steps instead: the pipeline's passes and
+    bubbles, the encoder work outside the bubbles, its exchange, gradient sums, the
+    update, checkpoint stalls, the loader's bytes and requests, whether storage keeps
+    up (--storage, data.requests_per_second), tokens per day, and the bottleneck.
+    Passes and update use the costs that --calibrate measured. Without these costs,
+    passes are operation counts at dep.flops_per_second, and the update is left out.
+    --draw writes a picture of the slowest of these steps with a lane for each stage;
+    the JSON object contains its intervals, too. --search also predicts other layouts
+    (pp, vpp, cp, tp, ep) of as many ranks, with the memory settings that each needs.
+    It lists the ten fastest layouts that fit into train.memory_limit_gib, with the
+    settings to paste.
 
     \b
     kimi-pretrain plan --config configs/kimi_k25_1t.yaml \\
@@ -176,14 +175,14 @@ def _calibrate(config: "Config", max_seconds: float) -> dict[str, Any]:
         encoder = calibrate.calibrate(
             config, max_seconds / 2, lambda share, what: progress(share / 2, what)
         )
-        # Not before: to import the engine takes seconds, and it patches torch on a CPU.
+        # Imported late, because importing the engine takes seconds and patches torch on a CPU.
         from kimi_pretrain.tools import calibrate_passes
 
         try:
             passes = calibrate_passes.calibrate_passes(
                 config, max_seconds / 2, lambda share, what: progress((1 + share) / 2, what)
             )
-        except ValueError:  # the encoder's are good for what they are
+        except ValueError:  # the encoder's costs are still valid
             typer.echo("\n".join([*calibrate.lines(encoder), calibrate.yaml_block(encoder)]))
             raise
     for line in (*calibrate.lines(encoder), *calibrate_passes.lines(passes)):
@@ -258,7 +257,7 @@ def _predict(config: "Config", steps: int) -> dict[str, Any]:
 
 
 def _told(tool: ModuleType, found: object) -> dict[str, Any]:
-    """Print what a tool found, and return it as plain values."""
+    """Print the result of a tool, and return it as plain values."""
     for line in tool.lines(found):
         typer.echo(line)
     return tool.as_json(found)

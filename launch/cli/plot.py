@@ -1,4 +1,4 @@
-"""`kimi-pretrain plot`: plots of a run, from what its folder holds so far."""
+"""The `kimi-pretrain plot` command, which plots a finished or unfinished run from its folder."""
 
 import json
 from pathlib import Path
@@ -20,9 +20,9 @@ def plot(
 ) -> None:
     """Draw a run: loss, optimizer, vision load, phases of a step.
 
-    Takes what is in the folder now, so the run may still be going on:
-    metrics.jsonl, and trace.json where train.trace_step has been reached. A
-    training that is finished has drawn them itself (train.pictures).
+    Reads metrics.jsonl, and trace.json if the run has reached train.trace_step. The
+    run may still be in progress. A finished run has already drawn its own plots
+    (train.pictures).
 
     \b
     kimi-pretrain plot runs/train

@@ -1,6 +1,6 @@
-"""Progress of long commands: a bar on a terminal; in a file or a pipe a line now and then.
+"""Shows progress of long commands: a bar on a terminal, occasional lines in a file or pipe.
 
-It goes to stderr, so that stdout holds the command's result alone.
+Progress goes to stderr, so that stdout holds only the command's result.
 """
 
 import threading
@@ -22,12 +22,12 @@ from rich.progress import (
 
 from launch.pages.html import num_bytes
 
-# Seconds between two lines where there is no terminal, such as in the log of a job.
+# Seconds between two lines without a terminal, such as in a job's log.
 LINE_SECONDS = 30.0
 
 
 class _Lines:
-    """Prints a line at most every `seconds`; `LINE_SECONDS` unless given."""
+    """Prints at most one line per `seconds` (default `LINE_SECONDS`)."""
 
     def __init__(self, console: Console, seconds: float | None = None):
         self._console, self._told = console, time.monotonic()
@@ -49,18 +49,19 @@ def shown(
     *columns: ProgressColumn,
     **initial: Any,
 ) -> Iterator[Callable[..., None]]:
-    """Show progress: a bar on a terminal, otherwise a line now and then.
+    """Show progress as a bar on a terminal, otherwise as occasional lines.
 
     Args:
-        title: stands before the bar.
-        total: of the bar; None if it is not known yet.
-        line: makes a line of text of what the yielded function is called with.
-        fields: makes of it what changes in the bar (`rich.progress.Progress.update`).
-        columns: of the bar, between the title and the time that remains.
-        initial: values of fields that columns of the bar show.
+        title: text before the bar.
+        total: value at which the bar is full; None if it is not known yet.
+        line: turns the arguments of the yielded function into a line of text.
+        fields: turns the same arguments into an update of the bar
+            (`rich.progress.Progress.update`).
+        columns: columns between the bar and the remaining time.
+        initial: initial values of the fields that the columns show.
 
     Yields:
-        What to call, from any thread, when something was done.
+        A function to call, from any thread, when progress was made.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -89,21 +90,21 @@ def _counting_bar(
 
 @contextmanager
 def item_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a count; yields what to call with (number done, number in all)."""
+    """Show a count of items; yield a function to call with (items done, total items)."""
     with _counting_bar(title, MofNCompleteColumn(), "{:,}".format) as show:
         yield show
 
 
 @contextmanager
 def total_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Show bytes done; yields what to call, from any thread, with (bytes done, bytes in all)."""
+    """Show bytes done; yield a function to call, from any thread, with (bytes done, total)."""
     with _counting_bar(title, DownloadColumn(), num_bytes) as show:
         yield show
 
 
 @contextmanager
 def byte_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """As `total_bar`, of a known total; yields what to call with each further number of bytes."""
+    """Show bytes of a known total; yield a function to call with each number of new bytes."""
     lock, done = threading.Lock(), 0
     with total_bar(title) as show:
 
@@ -118,7 +119,7 @@ def byte_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def share_bar(title: str) -> Iterator[Callable[[float, str], None]]:
-    """Show a share; yields what to call with (share of the whole from 0 to 1, what is done now)."""
+    """Show a fraction; yield a function to call with (fraction from 0 to 1, current activity)."""
 
     def line(share: float, what: str) -> str:
         return f"{title}: {share:.0%}, {what}"

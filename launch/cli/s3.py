@@ -1,8 +1,8 @@
-"""`kimi-pretrain s3 ...`: an S3 server on this machine for your own use.
+"""The `kimi-pretrain s3` commands, which run an S3 server on this machine for your own use.
 
-It is the demo's server (`launch.local.s3_server`), but runs until it is stopped. Its folder holds
-the data, `credentials.env` (for the shell, readable by its owner alone) and `server.json`, which
-names its process: by id and start time, because an id alone may later be another process's.
+It is the demo's server (`launch.local.s3_server`), but it runs until it is stopped. Its folder
+holds the data, `credentials.env` (for the shell, readable only by its owner) and `server.json`,
+which identifies the process by id and start time, because the system may reuse an id.
 """
 
 import fcntl
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 s3 = typer.Typer(help="An S3 server on this machine, for your own use.", no_args_is_help=True)
 
 CREDENTIALS = "credentials.env"
-STOP_S = 15.0  # after TERM, before it is killed
+STOP_S = 15.0  # between TERM and KILL
 FolderOption = Annotated[Path, typer.Option(help="Where data and credentials are kept.")]
 DEFAULT = Path("runs/s3")
 
 
 @dataclass(frozen=True)
 class Running:
-    """A server that was started.
+    """A started server.
 
     Attributes:
         pid: id of its process.
-        began: boot and start time of that process; see `_began`.
-        endpoint: its URL.
-        bucket: that it was started with.
+        began: boot id and start time of the process; see `_began`.
+        endpoint: URL of the server.
+        bucket: name of the bucket created at its start.
     """
 
     pid: int
@@ -50,7 +50,7 @@ class Running:
 
     @property
     def port(self) -> int:
-        """Of its endpoint."""
+        """Port of the endpoint."""
         return int(self.endpoint.rpartition(":")[2])
 
 
@@ -67,11 +67,11 @@ def start(
         str | None, typer.Option(help="Bucket to create; the one of last time, or 'kimi'.")
     ] = None,
 ) -> None:
-    """Start a server on 127.0.0.1 that runs until it is stopped, and make a bucket.
+    """Start a server on 127.0.0.1 that runs until it is stopped, and create a bucket.
 
-    Keys are made at the first start and kept in FOLDER/credentials.env, which only
-    its owner may read. A later start on the same folder uses the same data, keys
-    and, if it is free, port.
+    The first start creates keys and stores them in FOLDER/credentials.env, which only
+    its owner may read. A later start on the same folder uses the same data, keys and,
+    if it is free, port.
 
     \b
     kimi-pretrain s3 start
@@ -153,7 +153,7 @@ def _shell_lines(server: "S3Server") -> str:
 
 
 def _keys(folder: Path) -> tuple[str | None, str | None]:
-    """Return the keys of the last start, which remain valid in shells that have them."""
+    """Return the keys of the last start, so that they stay valid in shells that use them."""
     file = folder / CREDENTIALS
     if not file.is_file():
         return None, None
@@ -176,7 +176,7 @@ def _read(folder: Path) -> Running | None:
 
 
 def _write(file: Path, text: str) -> None:
-    """Write a file atomically, readable by its owner alone."""
+    """Write a file atomically, readable only by its owner."""
     unfinished = file.with_suffix(".partial")
     unfinished.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -187,7 +187,7 @@ def _write(file: Path, text: str) -> None:
 
 @contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    """Lock the folder against other starts and stops."""
+    """Lock the folder against concurrent starts and stops."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     lock = os.open(folder / "lock", flags, 0o600)
@@ -199,9 +199,9 @@ def _held(folder: Path) -> Iterator[None]:
 
 
 def _began(pid: int) -> str | None:
-    """Return when a process began: id of the boot and clock ticks since it (proc(5), field 22).
+    """Return the boot id and a process's start in clock ticks since boot (proc(5), field 22).
 
-    None if there is no such process, or it is a zombie.
+    Return None if there is no such process or it is a zombie.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -212,13 +212,13 @@ def _began(pid: int) -> str | None:
 
 
 def _end(server: Running) -> bool:
-    """End this very process and wait for its end; whether it was running."""
+    """End exactly this process and wait for its end; return True if it was running."""
     try:
         handle = os.pidfd_open(server.pid)
     except ProcessLookupError:
         return False
     with closing(os.fdopen(handle, closefd=True)):
-        # The handle refers to one process for good, so the one compared is the one ended.
+        # A pidfd never changes its process, so the process compared is the process ended.
         if _began(server.pid) != server.began:
             return False
         for number, seconds in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, STOP_S)):

@@ -1,4 +1,4 @@
-"""Finds what an argument names: sources under a URI, a source's tokenizer, a sample by its key."""
+"""Resolves command arguments: sources under a URI, a source's tokenizer, a sample by its key."""
 
 import difflib
 import hashlib
@@ -21,29 +21,29 @@ from data_pipeline.text import Tokenizer
 from launch.cli.progress import byte_bar
 
 ALL = "all"
-# Keys compared for "did you mean": with more it would take too long.
+# Number of keys compared for "did you mean"; a search of all keys would take too long.
 _KEYS_COMPARED = 20_000
 
 
 def split_source(uri: str) -> tuple[str, str]:
-    """Return the root ("." for a name alone) and the name of one source's URI."""
+    """Return the root ("." for a bare name) and the name of a source's URI."""
     root, _, name = uri.rstrip("/").rpartition("/")
     return root or ".", name
 
 
 def open_sources(uri: str, endpoint: str | None, wanted: Sequence[str]) -> tuple[Store, list[str]]:
-    """Open the root that a URI names, and choose sources in it.
+    """Open the root that a URI names, and select sources in it.
 
     Args:
         uri: a root that holds sources, or one source itself.
-        endpoint: of an object store, None for the environment's.
-        wanted: names; empty or "all" means every source.
+        endpoint: endpoint of an object store; None uses the environment's.
+        wanted: names of sources; empty or "all" selects every source.
 
     Returns:
-        The store of the root, and the names, sorted.
+        The store of the root, and the sorted names.
 
     Raises:
-        ValueError: there is no source, or none of a wanted name; suggests the nearest.
+        ValueError: there is no source at all, or none with a wanted name; suggests the nearest.
         StoreError: the store cannot be read.
     """
     root, last = split_source(uri)
@@ -76,7 +76,7 @@ def find_sample(index: SourceIndex, key: str) -> int:
     """Return the number of a sample.
 
     Raises:
-        ValueError: there is none of this key; suggests the nearest.
+        ValueError: no sample has this key; suggests the nearest.
     """
     keys = pa.array(index.key, pa.string())
     at = keys.index(key).as_py()
@@ -90,18 +90,18 @@ def find_sample(index: SourceIndex, key: str) -> int:
 
 
 def named_tokenizer(name: str, store: Store, endpoint: str | None) -> Tokenizer:
-    """Open a rank file: a key under the root, or a path or URI of its own.
+    """Open a rank file, given as a key under the root, a path or a URI.
 
     Raises:
-        StoreError: there is none.
-        ValueError: it is no complete rank file.
+        StoreError: the URI names no file.
+        ValueError: no file has this name, or it is not a complete rank file.
     """
     file, ranks = rank_file(name, store, endpoint)
     return Tokenizer(ranks, file)
 
 
 def rank_file(name: str, store: Store, endpoint: str | None) -> tuple[str, bytes]:
-    """Return name and content of a rank file, found as by `named_tokenizer`."""
+    """Return name and content of a rank file; `named_tokenizer` explains the search."""
     if "://" in name:
         folder, _, file = name.rpartition("/")
         return file, open_store(folder, endpoint=endpoint).get(file)
@@ -116,11 +116,11 @@ def rank_file(name: str, store: Store, endpoint: str | None) -> tuple[str, bytes
 
 
 def store_tokenizer(store: Store, name: str, ranks: bytes) -> Tokenizer:
-    """Store a rank file as tokenizer/NAME.tiktoken under the root of sources; returns it opened.
+    """Store a rank file as tokenizer/NAME.tiktoken under the root; return its tokenizer.
 
     Raises:
-        ValueError: it is no complete rank file, or another file has this name, with which sources
-            may have been counted.
+        ValueError: the rank file is incomplete, the name is not a plain name, or a different file
+            already has this name (sources may have been counted with it).
     """
     file = f"{name}.tiktoken"
     tokenizer, key = Tokenizer(ranks, file), f"tokenizer/{file}"
@@ -146,14 +146,14 @@ def training_texts(
     *,
     follow_links: bool = False,
 ) -> Iterator[Iterator[str]]:
-    """Open inputs to train a tokenizer on; shows how much text is read and what is left out.
+    """Open the training inputs of a tokenizer; show the bytes read and the samples left out.
 
     Args:
-        inputs: finished sources, or raw inputs as `data ingest` takes them.
-        category: of the raw ones.
-        num_bytes: at most, of all texts together; an equal part for each input.
-        endpoint: of an object store, None for the environment's.
-        follow_links: links may lead out of an input's folder.
+        inputs: finished sources, or raw inputs as for `data ingest`.
+        category: category of the raw inputs.
+        num_bytes: limit for all texts together; each input gets an equal part.
+        endpoint: endpoint of an object store; None uses the environment's.
+        follow_links: allow links out of an input's folder.
 
     Yields:
         The texts, in the order of the inputs.
@@ -180,7 +180,7 @@ def training_texts(
 def _texts_of(
     where: str, category: str, endpoint: str | None, skipped: Counter[str], *, follow_links: bool
 ) -> Iterator[str]:
-    """Open one input now, so that a missing one fails before any text is read."""
+    """Open one input immediately, so that a missing input fails before any text is read."""
     if ("://" in where or Path(where).is_dir()) and not where.endswith(RAW_FILES):
         found = open_store(where, endpoint=endpoint)
         if _exists(found, "manifest.json"):
@@ -191,7 +191,7 @@ def _texts_of(
 
 
 def own_tokenizer(store: Store, index: SourceIndex) -> Tokenizer | None:
-    """Return the tokenizer that a source was made with, if it is under tokenizer/ of the root."""
+    """Return the tokenizer of a source, or None if the root's tokenizer/ does not have it."""
     for key in store.list("tokenizer/"):
         data = store.get(key)
         if hashlib.sha256(data).hexdigest() == index.tokenizer_hash:
@@ -200,5 +200,5 @@ def own_tokenizer(store: Store, index: SourceIndex) -> Tokenizer | None:
 
 
 def num_shard_bytes(indices: Iterable[SourceIndex]) -> int:
-    """Return the bytes of all shards of some sources."""
+    """Return the total size in bytes of the shards of some sources."""
     return sum(shard.size for index in indices for shard in index.shards)

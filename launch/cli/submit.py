@@ -1,4 +1,7 @@
-"""`kimi-pretrain submit`: checks a job, submits it to SLURM, follows its log. See docs/SLURM.md."""
+"""The `kimi-pretrain submit` command: checks a job, submits it to SLURM, and follows its log.
+
+docs/SLURM.md explains the jobs.
+"""
 
 import json
 import re
@@ -23,9 +26,9 @@ if TYPE_CHECKING:
 
 # Exit code after Ctrl-C: 128 + SIGINT, as in shells.
 INTERRUPTED = 130
-# In the run folder: the configuration of the job, and SLURM's number of it.
+# Files in the run folder: the configuration of the job, and its SLURM job number.
 JOB_CONFIG, JOB = "job.yaml", "slurm_job.json"
-PATIENCE_S = 20.0  # of requests to a store: a login node may not reach it
+PATIENCE_S = 20.0  # limit for store requests: a login node may not reach the store
 
 
 def submit(
@@ -96,12 +99,11 @@ def submit(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Submit a training job to SLURM: one rank per srun task, requeued until it has finished.
+    """Submit a training job to SLURM, with one rank per srun task, requeued until finished.
 
-    When its time is over, or SLURM wants the nodes for other jobs, the ranks save
-    a checkpoint and the job is requeued; it continues from the newest checkpoint.
-    The configuration is copied into the run folder now; later edits do not change
-    the job.
+    At the time limit, or when SLURM preempts the job, the ranks save a checkpoint and
+    the job is requeued. It continues from the newest checkpoint. The configuration is
+    copied into the run folder now, so later edits do not change the job.
 
     \b
     kimi-pretrain submit --config configs/kimi_k25_1t.yaml --dry-run
@@ -155,7 +157,7 @@ def submit(
 
 @dataclass(frozen=True)
 class Begin:
-    """How a job begins: options of the command of these names."""
+    """Start options of a job; the command has options with the same names."""
 
     resume: str | None = None
     or_start: bool = False
@@ -166,14 +168,14 @@ class Begin:
 def submit_job(
     config: "Config", folder: Path, options: SlurmOptions, begin: Begin
 ) -> tuple[int, str]:
-    """Check a job, and submit it; returns number and log.
+    """Check and submit a job; return its number and the path of its log.
 
     Args:
-        config: of the run; copied into its folder.
-        folder: the run folder, absolute.
+        config: configuration of the run; it is copied into the run folder.
+        folder: absolute path of the run folder.
 
     Raises:
-        ValueError: it cannot run, or SLURM refused it.
+        ValueError: the job cannot run, or SLURM refused it.
     """
     text = script_of(config, folder, options, begin)
     slurm_queue.check_slurm()
@@ -183,10 +185,10 @@ def submit_job(
 
 
 def enqueue(config: "Config", folder: Path, options: SlurmOptions, text: str) -> tuple[int, str]:
-    """Submit a script, and note the job's number in the run folder; returns number and log.
+    """Submit a script; write the job number into the run folder; return number and log path.
 
     Raises:
-        ValueError: SLURM refused it.
+        ValueError: SLURM refused the job.
     """
     from kimi_pretrain.reliability.run_files import write_whole
 
@@ -202,22 +204,22 @@ def script_of(
     """Check a job's folder, and return its script.
 
     Raises:
-        ValueError: the folder cannot be used, or holds nothing to go on from.
+        ValueError: the folder cannot be used, or contains nothing to resume from.
     """
     resume, or_start = begin.resume, begin.or_start
     check_folder(folder, options.seeds, resume)
-    # The run folder can be read here; a checkpoint.place elsewhere may be out of reach.
+    # This machine can read the run folder, but may not reach a separate checkpoint.place.
     if resume == LATEST and not (config.checkpoint.place and (begin.unchecked or dry_run)):
         check_runs(config, folder, options.seeds, or_start)
-    # A requeued job resumes from "latest". Where a start was killed before its first save there
-    # is none: then it begins anew (unless --resume latest asks for one), or from the checkpoint
-    # that --resume names.
+    # A requeued job resumes from "latest". If the job was killed before its first save, there is
+    # no latest checkpoint. It then starts from the checkpoint that --resume names, or from
+    # scratch, unless --resume latest demands a checkpoint.
     other = None if resume in (None, LATEST) else resume
     anew = resume is None or (resume == LATEST and or_start)
     if begin.change_data and resume is None:
         raise ValueError("--change-data is for a run that goes on: add --resume latest")
     where = (str(folder / JOB_CONFIG), str(folder), (), LATEST, other, anew)
-    # Of a requeued job, too: what was changed already is not changed again.
+    # A requeued job keeps the option, because a data change is not applied twice.
     job = Job(*where, change_data=begin.change_data)
     if warning := late_watchdog(options, config.train.timeout_seconds):
         typer.echo(f"warning: {warning}", err=True)
@@ -228,7 +230,7 @@ def check_folder(folder: Path, seeds: tuple[int, ...], resume: str | None) -> No
     """Refuse a run folder that SLURM or the run could not use.
 
     Raises:
-        ValueError: its name, no right to write, a file in its place, or an earlier run in it.
+        ValueError: the name is invalid, the folder is a file or not writable, or it holds a run.
     """
     from kimi_pretrain.reliability import run_lock
     from kimi_pretrain.reliability.run_history import check_fresh
@@ -238,7 +240,7 @@ def check_folder(folder: Path, seeds: tuple[int, ...], resume: str | None) -> No
             f"--run-dir {folder}: SLURM's files cannot name it; use letters, digits and ./+=,@-_"
         )
     there = run_lock.check_folder(folder)
-    if resume != LATEST:  # also with another checkpoint: its own would be newer than that
+    if resume != LATEST:  # even with another checkpoint: the folder's own would be newer
         for one in run_folders(folder, seeds):
             check_fresh(one)
     try:
@@ -253,10 +255,10 @@ def check_folder(folder: Path, seeds: tuple[int, ...], resume: str | None) -> No
 def check_runs(config: "Config", folder: Path, seeds: tuple[int, ...], or_start: bool) -> None:
     """Refuse `--resume latest` for runs without a checkpoint.
 
-    A place that cannot be reached from here is warned of, and left to the job.
+    An unreachable checkpoint location only causes a warning; the job checks it.
 
     Raises:
-        ValueError: nothing was saved, or it was saved elsewhere.
+        ValueError: nothing was saved, or the checkpoints are elsewhere.
     """
     from kimi_pretrain.checkpoint.errors import CheckpointError
     from kimi_pretrain.checkpoint.storage_read import open_place
@@ -271,14 +273,14 @@ def check_runs(config: "Config", folder: Path, seeds: tuple[int, ...], or_start:
         except CheckpointError as error:  # the nodes may have access that this machine lacks
             told = f"not looked for a checkpoint from here, the job will: {error}"
             typer.echo(f"warning: {told}", err=True)
-            return  # the others would cost the same wait
+            return  # each further location would cost the same wait
 
 
 def check_reachable(config: "Config", resume: str | None) -> None:
-    """Check the data and the checkpoint place now, rather than after hours in the queue.
+    """Check the data and the checkpoint location now, rather than after hours in the queue.
 
     Raises:
-        ValueError: what `check_start` finds; names --unchecked if this machine may be the cause.
+        ValueError: as for `check_start`; suggests --unchecked if this machine may be the cause.
     """
     from data_pipeline.store.open import StoreError
     from kimi_pretrain.checkpoint.errors import CheckpointError
@@ -293,12 +295,12 @@ def check_reachable(config: "Config", resume: str | None) -> None:
 
 
 def run_folders(folder: Path, seeds: tuple[int, ...]) -> list[Path]:
-    """Return the folder of the run, or of each element of an array of seeds."""
+    """Return the run folder, or one folder per seed of a job array."""
     return [folder / f"seed_{seed}" for seed in seeds] or [folder]
 
 
 def write(folder: Path, config: "Config", text: str, seeds: tuple[int, ...]) -> Path:
-    """Write the configuration and the script into the run folder; returns the script's path."""
+    """Write the configuration and the script into the run folder; return the script's path."""
     from kimi_pretrain.config import dump_config
 
     for one in run_folders(folder, seeds):
@@ -310,7 +312,7 @@ def write(folder: Path, config: "Config", text: str, seeds: tuple[int, ...]) -> 
 
 
 def watch(number: int, log: str) -> int:
-    """Follow a job until it has ended, or until Ctrl-C; returns the exit code of this command."""
+    """Follow a job until it ends or until Ctrl-C; return the exit code of this command."""
     try:
         found = slurm_queue.follow(
             number, typer.echo, lambda line: typer.echo(f"-- {line}", err=True)

@@ -1,4 +1,4 @@
-"""`kimi-pretrain train`: train or resume on this machine, or build the model without memory."""
+"""The `kimi-pretrain train` command: trains or resumes on this machine, or does a dry run."""
 
 import json
 import os
@@ -57,14 +57,15 @@ def train(
 ) -> None:
     """Train a model, or resume from a checkpoint.
 
-    Starts the processes of the layout by torchrun; inside torchrun or srun it is
-    one of them. Ctrl-C, TERM and USR1 end it in order: the step is finished and
-    saved, and it can be resumed. Ctrl-C twice ends it at once.
+    Starts the processes of the layout with torchrun; inside torchrun or srun the
+    command is one of these processes. Ctrl-C, TERM and USR1 end the training cleanly:
+    it finishes the step and saves a checkpoint, so that it can be resumed. A second
+    Ctrl-C ends it immediately.
 
-    --change-data goes over to the shares and sources that are given now: what was
-    trained stays as it was, the packing window in progress is finished, and the
-    first step of the new mixture is told. A source that is no longer drawn from
-    stands under data.past_sources.
+    --change-data switches to the mixture weights and sources in the current
+    configuration. Rows already drawn do not change, the packing window in progress is
+    finished, and the command reports the first step of the new mixture. Move sources
+    that are no longer drawn from to data.past_sources.
 
     \b
     kimi-pretrain train --config configs/tiny_cpu.yaml data.root=/data/corpus \\
@@ -101,7 +102,7 @@ def train(
 
 
 def print_end(run_dir: Path, code: int) -> None:
-    """Print how a training ended as one line of JSON: exit code and status.json."""
+    """Print the end of a training as one line of JSON: exit code and status.json."""
     from kimi_pretrain.reliability.status import read_status
 
     status = read_status(run_dir)
@@ -110,7 +111,7 @@ def print_end(run_dir: Path, code: int) -> None:
 
 
 def check_table(table: Path, dry_run: bool) -> None:
-    """Refuse a --table file that cannot be written, before the model is built."""
+    """Refuse an unwritable --table file before the model is built."""
     if not dry_run:
         raise ValueError(f"--table {table} is written by a dry run; add --dry-run")
     if not table.parent.is_dir() or table.is_dir():
@@ -118,7 +119,7 @@ def check_table(table: Path, dry_run: bool) -> None:
 
 
 def print_dry_run(config: "Config", as_json: bool, table: Path | None) -> None:
-    """Build the model on the meta device; print its sizes, and which rank owns which tensor."""
+    """Build the model on the meta device; print its sizes; write the tensor table if asked."""
     quiet_libraries()
     from kimi_pretrain.config import describe
     from kimi_pretrain.reliability.preflight import unsaved
@@ -139,7 +140,7 @@ def print_dry_run(config: "Config", as_json: bool, table: Path | None) -> None:
 
 
 def check_data(config: "Config") -> None:
-    """Check the data of a dry run, if this machine has them."""
+    """Check the data of a dry run if this machine has them."""
     from kimi_pretrain.reliability.preflight import check_start, data_is_here
 
     if data_is_here(config):

@@ -1,7 +1,8 @@
-"""`kimi-pretrain verify`: does a configuration train right?
+"""The `kimi-pretrain verify` commands, which check that a configuration trains correctly.
 
-`verify dep`: is its step with DEP the step without it? `verify resume`: is a run that was stopped
-and resumed the run that never was? Both start jobs on this machine, one after the other.
+`verify dep` compares a step with DEP to the same step without it. `verify resume` compares a run
+that was stopped and resumed to an uninterrupted run. Both start jobs on this machine, one at a
+time.
 """
 
 import json
@@ -30,7 +31,7 @@ SelfTestOption = Annotated[
 
 @verify.callback()
 def _group() -> None:
-    """Prove that a configuration trains right."""
+    """Prove that a configuration trains correctly."""
 
 
 @verify.command()
@@ -57,18 +58,18 @@ def dep(
 ) -> None:
     """Compare a step with DEP with the same step without DEP and without parallelism.
 
-    Both start from the same weights and take the same first step of the
-    configuration's own data: one in the processes of its layout, one in a single
-    process with the encoder inside the graph. Every parameter's gradient, the
-    loss and the counts must agree but for rounding: relative errors of 1e-10 in
-    float64 and 1e-5 in float32. In bfloat16 2e-2 are allowed, 2e-1 in biases and
-    norms: that can hide a small fault, so take train.dtype=float32 if it can be
-    had. With --steps above 1 ten times as much is allowed, because updates carry
-    rounding on. A token at a tie between two experts may choose either: the
-    reference follows it there, and the command says so. All processes run on this
-    machine.
+    Both start from the same weights and run the same first step on the
+    configuration's own data. One runs in the processes of its layout, the other in
+    a single process with the encoder inside the graph. Every parameter's gradient,
+    the loss and the counts must agree up to rounding: the relative error may reach
+    1e-10 in float64 and 1e-5 in float32. In bfloat16 it may reach 2e-2, and 2e-1
+    for biases and norms. That can hide a small fault, so use train.dtype=float32 if
+    possible. With --steps above 1, the limits are ten times as large, because
+    updates propagate rounding. A token at a tie between two experts may choose
+    either. The reference follows that choice, and the command reports it. All
+    processes run on this machine.
 
-    Exit code 0: the same, 1: not the same, 2: could not be compared.
+    Exit code 0: the steps match, 1: they differ, 2: they could not be compared.
 
     \b
     kimi-pretrain verify dep --config my.yaml train.dtype=float32
@@ -113,17 +114,17 @@ def resume(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Stop a run in the middle, resume it, and compare it with one that was never stopped.
+    """Stop a run midway, resume it, and compare it with an uninterrupted run.
 
-    The stop is a scheduler's: a rank gets USR1, the run saves and ends, and new
-    processes go on from the checkpoint. They are written as the configuration
-    says (asynchronously, to s3:// where checkpoint.place is), but beside the
-    user's own, and removed at the end. Every number of every step, every tensor
-    of model and optimizer and the loader's state must be the same bit for bit. In
-    another layout the steps must read the same samples, and losses may differ by
-    rounding. All processes run on this machine.
+    The run stops as a scheduler would stop it: a rank receives USR1, the run saves
+    and ends, and new processes resume from the checkpoint. Checkpoints are written
+    as the configuration says (asynchronously, to s3:// if checkpoint.place says so),
+    but next to the user's own, and are removed at the end. Every number of every
+    step, every tensor of model and optimizer, and the loader's state must match bit
+    for bit. In another layout the steps must read the same samples, and losses may
+    differ by rounding. All processes run on this machine.
 
-    Exit code 0: the same, 1: not the same, 2: could not be compared.
+    Exit code 0: the runs match, 1: they differ, 2: they could not be compared.
 
     \b
     kimi-pretrain verify resume --config my.yaml

@@ -1,1 +1,1 @@
-"""Self-contained HTML pages that show data: no scripts, no other files, light and dark."""
+"""Self-contained HTML pages that show data, without scripts or other files, in light and dark."""

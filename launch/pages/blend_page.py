@@ -1,4 +1,4 @@
-"""What steps are made of: tokens by source over some steps, beside the shares of the blend."""
+"""Mixture of sources in some steps: tokens by source, next to the mixture weights."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -11,17 +11,17 @@ from data_pipeline.plan.planner import GlobalPlan, Planner
 from launch.pages.html import amount, percent, table, text
 from launch.pages.pictures import colour_class
 
-_HEIGHT = 100  # of the drawing, in percent of a step's rows
+_HEIGHT = 100  # height of the drawing, in percent of a step's rows
 
 
 class StepSums(NamedTuple):
-    """What a step is made of.
+    """Sums over the samples of a step, by source.
 
     Attributes:
-        step: from 0.
-        capacity: tokens that its rows have places for.
-        position: of its first sample in the stream; None: it has none.
-        sums: int64 [sources, 3] samples, tokens, media tokens.
+        step: number of the step, from 0.
+        capacity: tokens that fit into the step's rows.
+        position: position of its first sample in the stream; None for a step without samples.
+        sums: samples, tokens and media tokens, int64 [sources, 3].
     """
 
     step: int
@@ -31,7 +31,7 @@ class StepSums(NamedTuple):
 
 
 def sums_of(plan: GlobalPlan, num_sources: int) -> StepSums:
-    """Return what a step is made of."""
+    """Return the sums of a step by source."""
     samples, items = plan.samples, plan.items
     sums = np.zeros((num_sources, 3), np.int64)
     np.add.at(sums[:, 0], samples.source, 1)
@@ -45,8 +45,8 @@ def blend_body(planner: Planner, steps: Sequence[StepSums]) -> Iterator[str]:
     """Yield tables and a drawing of some steps, as HTML.
 
     Args:
-        planner: of the run.
-        steps: in a row.
+        planner: data planner of the run.
+        steps: sums of consecutive steps.
     """
     names = [index.name for index in planner.indices]
     totals = sum((one.sums for one in steps), np.zeros((len(names), 3), np.int64))
@@ -82,7 +82,7 @@ def _rows(
 
 
 def _drawing(names: Sequence[str], steps: Sequence[StepSums]) -> str:
-    """Return a bar for each step, whose parts are the sources, and a legend."""
+    """Return a stacked bar of the sources for each step, and a legend."""
     bars = []
     for place, one in enumerate(steps):
         below = 0.0

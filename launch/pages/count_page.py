@@ -1,4 +1,4 @@
-"""The page of `data count`: sources and categories, heavy tails, what looks alike, versions."""
+"""The page of `data count`: sources, categories, heavy tails, similar samples and versions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ MEASURES = {
     "image_longer_side": "longer side of an image, pixels",
     "video_longer_side": "longer side of a video, pixels",
 }
-"""What the measures of `data_pipeline.inspect.count` are called."""
+"""Titles of the measures of `data_pipeline.inspect.count`."""
 
 _FIGURES = {
     "samples": "samples",
@@ -39,7 +39,7 @@ _FATES = {
     "recounted": "recounted: the same bytes, other tokens",
     "same": "same",
 }
-# By convention, of who monitors models in production.
+# Conventional thresholds in the monitoring of production models.
 _MODERATE, _LARGE = 0.1, 0.25
 
 
@@ -48,13 +48,13 @@ def count_page(found: Mapping[str, Any], title: str) -> str:
 
     Args:
         found: the object of `data count --json`.
-        title: of the page.
+        title: title of the page.
     """
     return page(title, count_body(found))
 
 
 def count_body(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what stands in the page, as HTML."""
+    """Yield the body of the page as HTML."""
     yield limits_note(found)
     yield from overview(found["sources"], found["totals"])
     yield from tails(found["sources"])
@@ -78,7 +78,7 @@ def count_body(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def tails(sources: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield how much lies in the few largest, by source."""
+    """Yield the shares of the few largest samples or items, by source."""
     yield "<h2>Heavy tails</h2>"
     rows = [
         [source["name"], MEASURES[name], *_tail_cells(one)]
@@ -90,7 +90,7 @@ def tails(sources: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield "<p>Nothing to count.</p>"
         return
     found = [one for source in sources for one in source["tails"].values() if "largest" in one]
-    shares = [part["share"] for part in found[0]["largest"]]  # the same of all
+    shares = [part["share"] for part in found[0]["largest"]]  # the same for all
     head = ["source", "of", *(f"in the largest {_share(share)}" for share in shares)]
     yield table([*head, "half is in the largest"], rows)
 
@@ -104,7 +104,7 @@ def _tail_cells(one: Mapping[str, Any]) -> list[str]:
 
 
 def tail_words(one: Mapping[str, Any], what: str, of: str) -> str:
-    """Return one line on a heavy tail; "" if there is nothing in it."""
+    """Return one line about a heavy tail, or "" if there is nothing to count."""
     if "half" not in one:
         return ""
     parts = [f"{percent(part['part'])} in {_share(part['share'])}" for part in one["largest"]]
@@ -120,12 +120,12 @@ def _share(share: float) -> str:
 
 
 def drift_word(psi: float) -> str:
-    """Return a word for a population stability index, with a space before it; "" for no drift."""
+    """Return a word for a population stability index, after a space, or "" for no drift."""
     return " large" if psi > _LARGE else " moderate" if psi > _MODERATE else ""
 
 
 def compared(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what differs between two versions: an object of `compare`."""
+    """Yield the differences between two versions, from an object of `compare`."""
     new, old, keys = found["new"], found["old"], found["keys"]
     yield f"<section>\n<h2>{text(new)} after {text(old)}</h2>"
     yield table(

@@ -1,4 +1,4 @@
-"""One sample in several epochs beside each other: what augmentation makes of it in a run."""
+"""One sample in several epochs side by side, as the augmentation of a run changes it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -29,14 +29,15 @@ def draws_body(
     """Yield the draws of a sample, as HTML.
 
     Args:
-        source: as a run plans it.
-        sample: number in the source.
-        document: of the sample.
-        file: number of an image -> its bytes; asked for each time, so that one is held at a time.
-        limits: of the run.
-        epochs: to show.
-        src: takes the pictures.
-        decode: an image; another process may.
+        source: source as planned by a run.
+        sample: number of the sample in the source.
+        document: document of the sample.
+        file: returns the bytes of an image by its number; called for every use, so that only one
+            image is in memory.
+        limits: patch limits of the run.
+        epochs: epochs to show.
+        src: stores the pictures.
+        decode: decodes an image, possibly in another process.
 
     Raises:
         ValueError: the run leaves the sample out, or an image does not decode.
@@ -103,7 +104,7 @@ def _picture(
 
 
 def _wordings(segments: Sequence[Mapping[str, Any]], detail: Detail) -> Iterator[str]:
-    """Yield the wordings that were chosen, where there is a choice."""
+    """Yield the chosen wording of each text that has several."""
     piece = 0
     for segment in segments:
         if segment["kind"] == "text" and (wordings := segment.get("texts")):

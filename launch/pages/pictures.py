@@ -1,7 +1,7 @@
 """Turns patches back into a picture, and draws regions on it, as inline SVG.
 
-Where the bytes of a picture go is for the page to say (`Src`): into the page itself, or to a server
-that hands them out under an address.
+The page decides where the bytes of a picture go (`Src`): into the page itself, or to a server that
+sends them from an address.
 """
 
 import base64
@@ -17,17 +17,17 @@ from PIL import Image
 from launch.pages.html import text
 from moonvit3d.geometry import PATCH
 
-# Pixels of the longer side on the page: larger pictures are scaled down to LONGEST, smaller ones up
-# to SMALLEST, at most eight times.
+# Pixels of the longer side on the page. Larger pictures are scaled down to LONGEST, smaller ones
+# up to SMALLEST by a factor of at most eight.
 LONGEST, SMALLEST = 448, 140
-# Pictures of at most so many pixels are stored as PNG, others as JPEG.
+# Most pixels of a picture stored as PNG; larger pictures are stored as JPEG.
 _LOSSLESS_PIXELS = 160 * 160
-# Of regions, in turn: visible over pictures and over the page.
+# Colours of regions, used in rotation; they are visible on pictures and on the page.
 COLOURS = ("#e6194b", "#1f77ff", "#109618", "#ff7f0e", "#911eb4", "#008b8b", "#b8860b", "#d6249f")
 
 
 Src = Callable[[bytes, str], str]
-"""Bytes of a picture and their media type -> what an element refers to them by."""
+"""Stores the bytes of a picture, given its media type, and returns the URL for HTML elements."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Shape:
 
     Attributes:
         name: "point", "box" or "polygon".
-        points: [(x, y), ...] in pixels of the frame; of a box two corners.
-        number: of the region in its document; decides the colour.
-        label: tooltip.
+        points: [(x, y), ...] in pixels of the frame; two corners for a box.
+        number: number of the region in its document, which selects the colour.
+        label: text of the tooltip.
     """
 
     name: str
@@ -48,14 +48,14 @@ class Shape:
 
 
 def unpatchify(patches: NDArray[np.uint8], grid: tuple[int, int, int]) -> NDArray[np.uint8]:
-    """Put patches back together: the inverse of `moonvit3d.preprocess`.
+    """Assemble patches into pictures; this is the inverse of `moonvit3d.preprocess`.
 
     Args:
         patches: uint8 [t * h * w, 3, 14, 14].
         grid: (t, h, w).
 
     Returns:
-        uint8 [t, 14 * h, 14 * w, 3], the padding to whole tokens included.
+        Pictures with the padding to whole tokens, uint8 [t, 14 * h, 14 * w, 3].
     """
     t, h, w = grid
     return rearrange(
@@ -69,7 +69,7 @@ def colour(number: int) -> str:
 
 
 def colour_class(number: int) -> str:
-    """Return the class of text in the colour of region `number`, and of lines below it."""
+    """Return the CSS class that colours text and its underline like region `number`."""
     return f"c{number % len(COLOURS)}"
 
 
@@ -82,10 +82,11 @@ def drawing(
     """Return a picture with shapes on it, as SVG.
 
     Args:
-        pixels: uint8 [H, W, 3], as the model gets it, padding included.
-        frame: (width, height) in pixels without padding; a dashed line marks it if there is any.
-        shapes: to draw, in pixels of the frame.
-        src: takes the picture.
+        pixels: picture as the model gets it, with padding, uint8 [H, W, 3].
+        frame: (width, height) in pixels without padding; a dashed line marks it if there is
+            padding.
+        shapes: shapes to draw, in pixels of the frame.
+        src: stores the picture.
     """
     height, width = pixels.shape[:2]
     return overlay(src(*encoded(pixels)), (width, height), frame, shapes)
@@ -98,19 +99,19 @@ def overlay(
     shapes: Sequence[Shape],
     longest: int = LONGEST,
 ) -> str:
-    """Return shapes over a picture, as SVG; the picture lies as its file does, not as EXIF says.
+    """Return shapes on a picture, as SVG; the picture ignores the EXIF orientation.
 
     Args:
-        href: of the picture.
-        size: (width, height) in pixels, of the picture with its padding.
+        href: URL of the picture.
+        size: (width, height) of the picture in pixels, with its padding.
         frame: (width, height) in pixels without padding.
-        shapes: to draw, in pixels.
+        shapes: shapes to draw, in pixels.
         longest: most pixels of the longer side on the page.
     """
     width, height = size
     scale = min(longest / max(width, height), 1.0)
     scale = max(scale, min(SMALLEST / max(width, height), 8.0))
-    stroke = 1.6 / scale  # lines of equal width on every picture
+    stroke = 1.6 / scale  # gives lines the same width on every picture
     inside = "".join(_shape(shape, stroke) for shape in shapes)
     if frame[0] < width or frame[1] < height:
         inside = (
@@ -150,7 +151,7 @@ def encoded(pixels: NDArray[np.uint8], longest: int = LONGEST) -> tuple[bytes, s
 
     Args:
         pixels: uint8 [H, W, 3].
-        longest: most pixels of its longer side.
+        longest: most pixels of the longer side.
     """
     image = Image.fromarray(np.ascontiguousarray(pixels))
     if max(image.size) > longest:
@@ -165,5 +166,5 @@ def encoded(pixels: NDArray[np.uint8], longest: int = LONGEST) -> tuple[bytes, s
 
 
 def data_uri(data: bytes, kind: str) -> str:
-    """Return a file as part of a page; a `Src`."""
+    """Return a file as a data URI; this is a `Src`."""
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"

@@ -1,7 +1,7 @@
 """The page of a step's rows as the model gets them: tokens, loss mask, pictures, regions.
 
-Tokens, masks and patches are the loader's own. The documents only say what the tokens stand for;
-regions are drawn at the coordinates that the tokens spell, not at those of the document.
+Tokens, masks and patches come from the loader. The documents only explain the meaning of the
+tokens; regions are drawn at the coordinates in the tokens, not at those in the document.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,11 +34,11 @@ class Step:
     """The data of one step to show.
 
     Attributes:
-        batch: from the loader, with the rows to show.
-        request: the reads of those rows (`data_pipeline.fetch.resolve`).
-        documents: number of a sample in the plan -> its document, if it could be read.
-        indices: sources in the order of the plan.
-        tokenizer: of the sources.
+        batch: batch of the loader, with the rows to show.
+        request: reads of these rows (`data_pipeline.fetch.resolve`).
+        documents: {number of a sample in the plan: its document}, for readable samples.
+        indices: indices of the sources, in the order of the plan.
+        tokenizer: tokenizer of the sources.
     """
 
     batch: StepBatch
@@ -48,7 +48,7 @@ class Step:
     tokenizer: Tokenizer
 
     def source(self, sample: int) -> tuple[SourceIndex, int]:
-        """Return a sample's source and its number there."""
+        """Return the source of a sample and the sample's number in it."""
         table = self.batch.plan.samples
         return self.indices[table.source[sample]], int(table.index[sample])
 
@@ -59,11 +59,11 @@ def rows_page(step: Step, title: str) -> str:
 
 
 def rows_body(step: Step, src: Src) -> Iterator[str]:
-    """Yield what stands in the page, as HTML.
+    """Yield the body of the page as HTML.
 
     Args:
-        step: to show.
-        src: takes the pictures.
+        step: step to show.
+        src: stores the pictures.
     """
     yield LEGEND
     for place, row in enumerate(step.batch.row_ids.tolist()):
@@ -124,7 +124,7 @@ class _Document:
         assert rows is not None
         self._step, self._read, self._src = step, read, src
         self._ids = rows.tokens[place, read.start : stop]
-        # Token j is learnt where the place before it has loss; its label is this token, or wrong.
+        # Token j is learnt if position j - 1 has loss; the label there should be token j.
         before = np.arange(read.start, stop) - 1
         self._learnt = rows.loss_mask[place, before] & (before >= 0)
         self._wrong = self._learnt & (rows.labels[place, before] != self._ids)
@@ -140,7 +140,7 @@ class _Document:
         }  # fmt: skip
 
     def html(self) -> str:
-        """Return the tokens as HTML, with pictures in place of their pads."""
+        """Return the tokens as HTML, with pictures in place of media pads."""
         pieces, at = [], 0
         for part in self._parts:
             pieces += [self._tokens(at, part.start), self._part(part)]
@@ -164,7 +164,7 @@ class _Document:
         return f'<span title="{text(part.note)}">{inside}</span>' if part.note else inside
 
     def _medium(self, part: tokens.TokenRun) -> str:
-        """The picture in place of its pads."""
+        """Return the picture that replaces its media pads."""
         step = self._step
         items, item = step.batch.plan.items, self._items[part.number]
         pads = self._ids[part.start : part.stop]
@@ -195,7 +195,7 @@ class _Document:
         return f"<figure>{pictures}<figcaption>{caption}</figcaption></figure>"
 
     def _written(self, media: int) -> Iterator[tuple[int, Mapping[str, Any], list[int] | None]]:
-        """(number, segment, numbers in the tokens) of the regions of a file that are written."""
+        """Yield (number, segment, coordinates) of each region of a file that the tokens contain."""
         for part in self._parts:
             if part.kind == "region" and self._regions[part.number]["media"] == media:
                 ids = self._ids[part.start : part.stop].tolist()
@@ -203,7 +203,7 @@ class _Document:
                 yield part.number, self._regions[part.number], numbers
 
     def _shapes(self, media: int, frame: tuple[int, int]) -> list[Shape]:
-        """Regions of a file as the tokens have them, in pixels of the frame."""
+        """Return the regions of a file at the coordinates in the tokens, in pixels of the frame."""
         shapes = []
         for number, region, numbers in self._written(media):
             if numbers and region["shape"] != "turn" and len(numbers) % 2 == 0:
@@ -212,7 +212,7 @@ class _Document:
         return shapes
 
     def _said(self, media: int) -> str:
-        """List the regions of a file under its picture, those left out as well."""
+        """Return the list of a file's regions below its picture, including omitted regions."""
         lines, seen = [], set[int]()
         for number, region, numbers in self._written(media):
             seen.add(number)
@@ -237,10 +237,10 @@ def frame_size(
 
     Args:
         kind: KIND_IMAGE or KIND_VIDEO.
-        draw: what augmentation does to it.
-        level: how often its limits were lowered to fit the row.
-        stored: (width, height) in pixels of the file.
-        limits: of the run.
+        draw: random augmentation of the item; None without augmentation.
+        level: number of times its limits were lowered to fit the row.
+        stored: (width, height) of the file in pixels.
+        limits: patch limits of the run.
     """
     lowered = limits_at(limits, level)
     width, height = (draw.out_width, draw.out_height) if draw else stored
@@ -249,7 +249,7 @@ def frame_size(
 
 
 def drawn_points(numbers: Sequence[int], frame: tuple[int, int]) -> list[tuple[float, float]]:
-    """Return where coordinates lie that are written in thousandths: in the middle of each."""
+    """Return pixel coordinates for numbers in thousandths, at the middle of each thousandth."""
     return [
         ((x + 0.5) / 1000 * frame[0], (y + 0.5) / 1000 * frame[1])
         for x, y in zip(numbers[::2], numbers[1::2])
@@ -257,7 +257,7 @@ def drawn_points(numbers: Sequence[int], frame: tuple[int, int]) -> list[tuple[f
 
 
 def describe_draw(draw: Draw | None) -> list[str]:
-    """Describe in words what augmentation did to an image; empty for nothing."""
+    """Return a description of an image's augmentation in words; empty without augmentation."""
     if draw is None:
         return []
     left, top, right, bottom = draw.crop

@@ -1,6 +1,6 @@
 """The page of samples as stored in a source: documents, pictures, and their regions.
 
-Nothing is augmented, and all wordings of a text are shown. Pictures are scaled to fit the page.
+The page shows all wordings of a text and no augmentation. It scales pictures to fit.
 """
 
 import json
@@ -18,7 +18,7 @@ from launch.pages.html import num_bytes, page, text
 from launch.pages.pictures import Shape, colour_class, data_uri, drawing, unpatchify
 from moonvit3d.geometry import KIND_IMAGE, PatchLimits, grid, resized
 
-# Patches, enough for the page; larger pictures are scaled down by training's own rule.
+# Enough patches for the page; larger pictures are scaled down by the same rule as in training.
 LIMITS = PatchLimits(image=1600, frame=400)
 
 LEGEND = (
@@ -32,11 +32,10 @@ class StoredSample:
     """A sample as stored in its shard.
 
     Attributes:
-        number: in the index that is at hand.
-        document: the parsed JSON.
-        files: number of a media file -> its bytes; where they are not at hand the page refers to
-            them.
-        before: samples of the source before that index, which is a part of it.
+        number: number of the sample in the given index.
+        document: parsed JSON document.
+        files: {number of a media file: its bytes}; empty if the page refers to files by address.
+        before: number of samples before the index, if the index is a part of the source.
     """
 
     number: int
@@ -50,11 +49,11 @@ class Medium:
     """A media file of a sample.
 
     Attributes:
-        number: of the file in the sample.
-        items: its lines in the index.
-        name: such as "0.png".
+        number: number of the file in the sample.
+        items: lines of its items in the index.
+        name: file name, such as "0.png".
         size: (width, height) in pixels, as stored.
-        shapes: regions in it, in those pixels.
+        shapes: regions of the file, in stored pixels.
     """
 
     number: int
@@ -65,7 +64,7 @@ class Medium:
 
 
 ShowMedium = Callable[[StoredSample, Medium], str]
-"""Draws a medium with its regions; a ValueError says why it cannot be."""
+"""Draws a media file with its regions; raises a ValueError if that is not possible."""
 
 
 def samples_page(index: SourceIndex, samples: Sequence[StoredSample], title: str) -> str:
@@ -76,12 +75,12 @@ def samples_page(index: SourceIndex, samples: Sequence[StoredSample], title: str
 def samples_body(
     index: SourceIndex, samples: Sequence[StoredSample], show: ShowMedium
 ) -> Iterator[str]:
-    """Yield what stands in the page, as HTML.
+    """Yield the body of the page as HTML.
 
     Args:
-        index: of the source, or of a part of it.
-        samples: to show.
-        show: draws a medium.
+        index: index of the source or of a part of it.
+        samples: samples to show.
+        show: draws a media file.
     """
     yield LEGEND
     for sample in samples:
@@ -160,13 +159,13 @@ def _medium(
     ]
     try:
         drawn = show(sample, Medium(number, items, segment["file"], (width, height), shapes))
-    except ValueError as error:  # a medium that does not decode is one
+    except ValueError as error:  # such as a file that does not decode
         return f'<figure><span class="wrong">{text(f"{caption}: {error}")}</span></figure>'
     return f"<figure>{drawn}<figcaption>{text(caption)}</figcaption></figure>"
 
 
 def _decoded(index: SourceIndex, sample: StoredSample, medium: Medium) -> str:
-    """Draw every picture of a medium, decoded as in training; a `ShowMedium`."""
+    """Draw every picture of a media file, decoded as in training; this is a `ShowMedium`."""
     pictures = pictures_of(sample.files[medium.number], index, medium.items)
     kind = int(index.item_kind[medium.items[0]])
     limit = LIMITS.image if kind == KIND_IMAGE else LIMITS.frame
@@ -186,20 +185,20 @@ def pictures_of(
     limits: PatchLimits = LIMITS,
     decode: Decode = decode_items,
 ) -> Iterator[NDArray[np.uint8]]:
-    """Yield every picture of some items of a media file in order, as training scales them.
+    """Return an iterator over the pictures of some items of a media file, scaled as in training.
 
     Args:
-        data: the whole file.
-        index: of the source, or of a part of it.
-        items: lines of the index.
-        limits: how far pictures are scaled down.
-        decode: the file; another process may.
+        data: bytes of the whole file.
+        index: index of the source or of a part of it.
+        items: lines of the items in the index.
+        limits: patch limits that pictures are scaled down to.
+        decode: decodes the file, possibly in another process.
 
-    Yields:
-        uint8 [H, W, 3], without padding.
+    Returns:
+        Pictures in order, without padding, uint8 [H, W, 3].
 
     Raises:
-        ValueError: the file does not decode, or is another one than the index says.
+        ValueError: the file does not decode, or does not match the index.
     """
     kind = int(index.item_kind[items[0]])
     width, height = int(index.item_width[items[0]]), int(index.item_height[items[0]])

@@ -1,4 +1,4 @@
-"""The page of `data stats`: a table to compare sources, and plots for each."""
+"""The page of `data stats`: a table that compares sources, and plots for each source."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ def stats_page(found: Mapping[str, Any], title: str) -> str:
 
     Args:
         found: the object of `data stats --json`: limits, sources, totals, duplicates (or None).
-        title: of the page.
+        title: title of the page.
     """
     body = [limits_note(found), *overview(found["sources"], found["totals"])]
     for source in found["sources"]:
@@ -29,7 +29,7 @@ def stats_page(found: Mapping[str, Any], title: str) -> str:
 
 
 def limits_note(found: Mapping[str, Any]) -> str:
-    """Return under which limits tokens were counted."""
+    """Return a note on the patch limits of the token counts."""
     limits = found["limits"]
     said = (
         f"Media tokens under limits of {limits['image']:,} patches an image and "
@@ -41,7 +41,7 @@ def limits_note(found: Mapping[str, Any]) -> str:
 
 
 def overview(sources: Sequence[Mapping[str, Any]], totals: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the tables that compare sources, and categories."""
+    """Yield the tables that compare sources and categories."""
     head = ["source", "category", "samples", "shards", "size", "tokens", "media share",
             "tokens/sample", "items", "regions", "variants", "longer than a row"]  # fmt: skip
     yield "<h2>Sources</h2>"
@@ -84,7 +84,7 @@ def _line(source: Mapping[str, Any]) -> list[str]:
 
 
 def source_section(source: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what one source holds, with plots."""
+    """Yield the statistics and plots of one source."""
     images, videos = source["images"], source["videos"]
     yield f"<section>\n<h2>{text(source['name'])}</h2>"
     told = "<br>".join(text(fact) for fact in _facts(source))
@@ -111,12 +111,12 @@ def source_section(source: Mapping[str, Any]) -> Iterator[str]:
 
 
 def plots(drawings: Sequence[str]) -> str:
-    """Return drawings beside each other."""
+    """Return drawings side by side."""
     return '<div class="plots">\n' + "\n".join(drawings) + "\n</div>"
 
 
 def _facts(source: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one line for each kind of content that the source has."""
+    """Yield one line for each kind of content in the source."""
     images, videos = source["images"], source["videos"]
     yield f"{source['category']}; tokenizer {source['tokenizer']['name']}"
     if images["files"]:
@@ -140,12 +140,12 @@ def _facts(source: Mapping[str, Any]) -> Iterator[str]:
 
 
 def equal_ones(found: Mapping[str, Any], how: str, mark: str, key: str) -> Iterator[str]:
-    """Yield the groups of media files and samples that are equal, or look so.
+    """Yield the groups of media files and samples that are equal or look alike.
 
     Args:
-        found: of `find_duplicates`, or `count_alike`.
-        how: a word for it.
-        mark, key: what they share, as a title and in `found`.
+        found: result of `find_duplicates` or `count_alike`.
+        how: "equal" or "alike".
+        mark, key: title and key in `found` of the value that a group shares.
     """
     if found["left_out"]:
         names = ", ".join(found["left_out"])

@@ -1,7 +1,7 @@
-"""Reads the rows of a step as a run of one process reads them: what the page of rows shows.
+"""Reads the rows of a step for the page of rows, like a single-process run reads them.
 
-Nothing is read but what stands in the rows that are asked for. The steps before are planned, not
-read; what was planned once is not planned again, also where somebody did not wait for its end.
+It reads only the data of the requested rows. It plans earlier steps without reading them, and keeps
+the planned states, even if the caller gave up waiting.
 """
 
 import math
@@ -25,19 +25,19 @@ from launch.pages.html import num_bytes
 from launch.pages.rows_page import Step
 from launch.pages.turns import ComeAgain, turn
 
-_KEPT = 256  # states of steps
+_KEPT = 256  # number of states kept
 _OTHERS = "other steps are being planned or read"
 
 
 class StepReader:
-    """Plans and reads steps of a run, from any thread, one at a time; `close` it.
+    """Plans and reads steps of a run, one at a time; thread-safe; call `close` at the end.
 
     Args:
-        planner: of the run.
-        store: rooted where its sources lie.
-        tokenizer: of the sources.
-        threads: for requests and decoding, each.
-        begin: state before the run's first step; None for a run that begins with nothing.
+        planner: data planner of the run.
+        store: store with the root of the sources.
+        tokenizer: tokenizer of the sources.
+        threads: number of threads for requests, and the same number for decoding.
+        begin: state before the run's first step; None for a run that starts from scratch.
 
     Raises:
         IndexMismatch: a source was made with another tokenizer.
@@ -62,21 +62,21 @@ class StepReader:
         self._states: dict[int, State] = {self.first: state}
 
     def close(self) -> None:
-        """End its threads."""
+        """Stop the threads of the fetcher."""
         self._fetcher.close()
 
     def before(self, step: int, until: float = math.inf) -> State:
         """Return the state before step `step`, from 0.
 
-        Packs every window between the nearest step before that was planned, and this one.
+        Packs every window from the nearest earlier step with a known state to this step.
 
         Args:
-            until: time.monotonic() at which it is enough; one more step is planned in any case, so
-                that whoever asks again and again arrives.
+            until: time.monotonic() at which planning stops; each call plans at least one step, so
+                repeated calls reach the step.
 
         Raises:
-            ValueError: the run began later. DataUsedUp: the data end before. ComeAgain: the
-                time was over.
+            ValueError: the run began later. DataUsedUp: the data end before the step. ComeAgain:
+                the time is over.
         """
         with turn(self._lock, until, _OTHERS):
             return self._before(step, until)
@@ -99,7 +99,7 @@ class StepReader:
         return state
 
     def _keep(self, state: State) -> None:
-        if len(self._states) >= _KEPT:  # the first one stays: no step lies before it
+        if len(self._states) >= _KEPT:  # keeps the first state, which all others need
             del self._states[max(self._states, key=lambda step: step != self.first)]
         self._states[state["step"]] = state
 
@@ -107,7 +107,7 @@ class StepReader:
         """Return the plan of step `step`, from 0.
 
         Raises:
-            ValueError, DataUsedUp, ComeAgain: as `before`.
+            ValueError, DataUsedUp, ComeAgain: as for `before`.
         """
         with turn(self._lock, until, _OTHERS):
             plan, after = self.planner.plan(self._before(step, until))
@@ -122,19 +122,20 @@ class StepReader:
         most: float = math.inf,
         decode: Decode = decode_items,
     ) -> Step:
-        """Read rows of the step of a state.
+        """Read rows of the step that follows a state.
 
         Args:
-            state: before the step.
-            rows: their numbers in the step.
-            until: as of `before`, for others to end; what is begun is read.
-            most: bytes of memory that they, and the files they are made of, may take.
-            decode: a media file; another process may.
+            state: state before the step.
+            rows: numbers of the rows in the step.
+            until: time.monotonic() until which to wait for other callers; a read that has begun
+                is finished.
+            most: most bytes of memory for the rows and their media files.
+            decode: decodes a media file, possibly in another process.
 
         Raises:
-            IndexMismatch, StoreError, ValueError: as the loader; a sample in the rows was redacted,
-                or they take more.
-            ComeAgain: as `before`.
+            IndexMismatch, StoreError, ValueError: as for the loader. ValueError also if a sample
+                in the rows was redacted, or if the rows need more than `most` bytes.
+            ComeAgain: other callers were still reading at `until`.
         """
         with turn(self._lock, until, _OTHERS):
             plan, _ = self.planner.plan(state)
@@ -152,7 +153,7 @@ class StepReader:
         return Step(batch, request, documents, self.planner.indices, self._tokenizer)
 
     def _refuse_redacted(self, plan: GlobalPlan, rows: Sequence[int]) -> None:
-        """Refuse rows that cannot be laid out as a run had them before samples were redacted."""
+        """Raise a ValueError for rows with redacted samples; the run's rows cannot be rebuilt."""
         table = plan.samples
         for at in np.flatnonzero(np.isin(table.row, rows)).tolist():
             index, number = self.planner.indices[table.source[at]], int(table.index[at])
@@ -164,7 +165,7 @@ class StepReader:
                 )
 
     def _documents(self, batch: StepBatch, request: StepRequest) -> dict[int, dict[str, Any]]:
-        """Return {sample: document} of the samples that are not damaged."""
+        """Return {sample: document} of the undamaged samples."""
         damaged = {entry.sample for entry in batch.bad if entry.item is None}
         reads = [read for read in request.texts if read.sample not in damaged]
         bodies = read_checked(self._store, reads)

@@ -13,11 +13,11 @@ from matplotlib.ticker import FuncFormatter
 
 from launch.pages.html import amount
 
-# Placeholder colours, replaced in the SVG by those of the page.
+# Placeholder colours; `_svg` replaces them with the colours of the page.
 _INK, _LINE, _BAR = "#010203", "#040506", "#070809"
 _PAGE = {_INK: "currentColor", _LINE: "var(--line)", _BAR: "var(--bar)"}
 _SIZE = (4.6, 2.3)
-# Text is not drawn as paths: it takes the page's colour and can be searched.
+# Text stays text instead of paths, so that it has the page's colour and can be searched.
 _STYLE: Any = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # names of sources may hold dollar signs
@@ -37,7 +37,7 @@ def histogram(found: Mapping[str, Sequence[float]], title: str, unit: str, count
 
     Args:
         found: counts, edges and zeros.
-        title: of the plot.
+        title: title of the plot.
         unit: label of the x axis.
         count: label of the y axis.
     """
@@ -64,14 +64,14 @@ def histogram(found: Mapping[str, Sequence[float]], title: str, unit: str, count
 def two_histograms(
     found: Sequence[Mapping[str, Sequence[float]]], names: Sequence[str], title: str
 ) -> str:
-    """Return two histograms of the same bins over each other, each in shares of its own.
+    """Return two histograms in one plot, each normalised to its total.
 
     Args:
-        found: two as of `histogram`; the bins of both are of one width in octaves.
-        names: of the two.
-        title: of the plot.
+        found: two histograms as for `histogram`, with the same bin width in octaves.
+        names: names of the two histograms.
+        title: title of the plot.
     """
-    # The same edges come out of the same formula wherever a histogram begins.
+    # Equal edges are equal floats, because one formula computes them for every histogram.
     edges = sorted({edge for one in found for edge in one["edges"]})
     place = {edge: number for number, edge in enumerate(edges)}
     with matplotlib.rc_context(_STYLE):
@@ -101,9 +101,9 @@ def shares(rows: Sequence[tuple[str, Sequence[float]]], parts: Sequence[str], ti
     """Return one stacked bar per row.
 
     Args:
-        rows: (name, amounts of its parts).
+        rows: (name, amounts of its parts) per row.
         parts: names of the parts.
-        title: of the plot.
+        title: title of the plot.
     """
     with matplotlib.rc_context(_STYLE):
         figure, axes = _figure((9.4, 0.8 + 0.32 * len(rows)))
@@ -141,7 +141,7 @@ def _svg(figure: Figure) -> str:
     drawing = drawing[drawing.index("<svg") :]
     for colour, name in _PAGE.items():
         drawing = drawing.replace(colour, name)
-    # A page whose styles are a file of its own takes no style from elements.
+    # The server's content security policy blocks inline styles.
     drawing = re.sub(r"<style.*?</style>", "", drawing, flags=re.DOTALL)
     drawing = drawing.replace("<svg", '<svg stroke-linejoin="round" stroke-linecap="butt"', 1)
     drawing = re.sub(r'style="([^"]*)"', _attributes, drawing)
@@ -149,6 +149,6 @@ def _svg(figure: Figure) -> str:
 
 
 def _attributes(style: re.Match[str]) -> str:
-    """Return the properties of a style as attributes."""
+    """Return the properties of an inline style as attributes."""
     pairs = (part.split(":", 1) for part in style[1].split(";") if part.strip())
     return " ".join(f'{name.strip()}="{value.strip()}"' for name, value in pairs)

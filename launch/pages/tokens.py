@@ -1,4 +1,4 @@
-"""Tokens of a row as HTML: each as its text, coloured if the model is trained to predict it."""
+"""Renders the tokens of a row as HTML; colours the tokens that the model learns to predict."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from data_pipeline.text import Tokenizer
 from launch.pages.html import text
 from launch.pages.pictures import colour_class
 
-# A character of text has four bytes at most, and a token at least one.
+# A UTF-8 character has at most four bytes, and a token has at least one.
 _TOKENS_PER_CHARACTER = 4
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _NUMBERS = re.compile(r"\[(\d{3}(?:,\d{3})*)\]$")
@@ -24,10 +24,10 @@ class TokenRun:
     """A run of a sample's tokens that comes from one segment.
 
     Attributes:
-        kind: "text", "region", or "media" (the pads alone).
+        kind: "text", "region", or "media" (only the pads).
         start, stop: range of tokens, counted from the sample's BOS.
         number: index of the text or region in the document, or of the media item in the sample.
-        note: tooltip.
+        note: text of the tooltip.
     """
 
     kind: str
@@ -43,12 +43,12 @@ def parts(
     """Map a sample's tokens to the segments of its document.
 
     Args:
-        segments: of its document.
-        tokenizer: of the source.
-        layout: of the sample, from the plan.
+        segments: segments of the document.
+        tokenizer: tokenizer of the source.
+        layout: layout of the sample in the plan.
 
     Returns:
-        Runs in order, without overlap; tokens between them are markup of media and samples.
+        Runs in order, without overlap; tokens between runs are markup of media and samples.
     """
     if layout.part is not None:
         return [TokenRun("text", 1, layout.length - 1, 0, f"part {layout.part} of a longer text")]
@@ -80,7 +80,7 @@ def parts(
 
 
 def written_numbers(ids: Sequence[int], tokenizer: Tokenizer) -> list[int] | None:
-    """Read the coordinates that the tokens of a region spell; None if they spell none."""
+    """Return the coordinates in the tokens of a region, or None if there are none."""
     match = _NUMBERS.search(tokenizer.decode(ids))
     return [int(number) for number in match[1].split(",")] if match else None
 
@@ -92,14 +92,14 @@ def spans(
     tokenizer: Tokenizer,
     region: int | None = None,
 ) -> str:
-    """Return tokens as HTML; several tokens that form one character are shown as one.
+    """Return tokens as HTML; show several tokens that form one character as one.
 
     Args:
-        ids: [n] token ids.
-        learnt: [n] whether the model is trained to predict this token.
-        wrong: [n] whether it is trained to predict another token in its place.
-        tokenizer: of the source.
-        region: number of the region they belong to; decides the colour. None outside of one.
+        ids: token ids, int64 [n].
+        learnt: bool [n], True if the model is trained to predict the token.
+        wrong: bool [n], True if the model is trained to predict a different token instead.
+        tokenizer: tokenizer of the source.
+        region: number of the tokens' region, which selects the colour; None outside of regions.
     """
     pieces = []
     for first, end in _characters(ids.tolist(), tokenizer):
@@ -119,7 +119,7 @@ def spans(
 
 
 def _characters(ids: Sequence[int], tokenizer: Tokenizer) -> list[tuple[int, int]]:
-    """Cut tokens into the shortest runs that are whole characters: [(first, end), ...]."""
+    """Split tokens into the shortest runs that form whole characters: [(first, end), ...]."""
     found, first = [], 0
     while first < len(ids):
         end = first + 1
@@ -134,5 +134,5 @@ def _characters(ids: Sequence[int], tokenizer: Tokenizer) -> list[tuple[int, int
 
 
 def _visible(shown: str) -> str:
-    """Escape the text and mark its line breaks."""
+    """Escape the text, and mark its line breaks."""
     return text(shown).replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}\n")

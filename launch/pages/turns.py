@@ -1,4 +1,4 @@
-"""Taking turns on a page: whoever would wait too long is told to come again."""
+"""Locks with a deadline for page requests; a request that would wait too long must retry."""
 
 import math
 import threading
@@ -8,21 +8,21 @@ from contextlib import contextmanager
 
 
 class ComeAgain(Exception):
-    """What was asked for takes longer than a request may; work that was done is kept."""
+    """The work takes longer than a request may; the finished part of the work is kept."""
 
 
 @contextmanager
 def turn(
     lock: "threading.Lock | threading.BoundedSemaphore", until: float, told: str
 ) -> Iterator[None]:
-    """Hold a lock, for which is waited until a time.
+    """Hold a lock; wait for it until a deadline.
 
     Args:
-        until: by time.monotonic(); math.inf: for ever.
-        told: what is under way.
+        until: deadline in time.monotonic() seconds; math.inf waits forever.
+        told: message about the work in progress.
 
     Raises:
-        ComeAgain: it was not free by then; says what was told.
+        ComeAgain: the lock was not free at the deadline; its message is `told`.
     """
     wait = -1 if until == math.inf else max(0.0, until - time.monotonic())
     if not lock.acquire(timeout=wait):

@@ -1,1 +1,1 @@
-"""The web page of the data platform: looks at sources, and at what the catalogue says of them."""
+"""The web page of the data platform, which shows sources and their catalogue entries."""

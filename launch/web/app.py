@@ -1,7 +1,7 @@
-"""The application: which address is which page, and signing in and out.
+"""The web application: routes from addresses to pages, sign-in and sign-out.
 
-Who may ask for a page was decided before (`auth.Gate`). Handlers are plain functions and run in
-threads: what they ask (facts, indices, stores, the catalogue) waits for disks and networks.
+`auth.Gate` authorises each request before it gets here. Handlers are plain functions and run in
+threads, because facts, indices, stores and the catalogue wait for disks and networks.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -40,7 +40,7 @@ _THREADS = 12
 
 
 def application(site: Site) -> Gate:
-    """Return the server's application, behind its gate: answers to faults pass it, too."""
+    """Return the server's application behind its gate, which also covers error responses."""
     app = Starlette(
         routes=_routes(),
         exception_handlers={
@@ -71,10 +71,11 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
 
 
 def sign_in(request: Request) -> Response:
-    """Ask for a token: the address may have it after "#", which a browser sends to nobody.
+    """Ask for a token; the address may contain it after "#", which browsers send to no server.
 
-    Our script sends the form at once where somebody opened the address himself. A link of another
-    site only fills it in, or that site could sign its visitor in as somebody else.
+    If the user opened the address directly, our script submits the form immediately. A link on
+    another site only fills in the form; otherwise that site could sign in its visitor as another
+    person.
     """
     by_hand = request.headers.get("sec-fetch-site") == "none"
     return page(request, "login.html", wrong=False, at_once=by_hand)
@@ -104,12 +105,12 @@ async def sign_out(request: Request) -> Response:
 
 
 def style(request: Request) -> Response:
-    """The style that static pages have inside."""
+    """Return the style sheet that static pages embed."""
     return Response(html.STYLE, media_type="text/css")
 
 
 def icon(request: Request) -> Response:
-    """What a browser asks for where a page is text or a picture, and names no icon."""
+    """Return the icon that browsers request for a response that names none."""
     return FileResponse(HERE / "static" / "icon.svg")
 
 

@@ -1,10 +1,10 @@
-"""Who may look at the page, and from where: hosts, tokens, sessions, and headers of every answer.
+"""Access control of the web page: hosts, tokens, sessions, and security headers of every answer.
 
-A token is shown once and kept as its SHA-256. It is exchanged for a session, whose cookie no script
-can read and no other site's request carries (HttpOnly, SameSite=Strict). A page of another site
-that has this machine's name resolve to the loopback ("DNS rebinding") is refused by its Host. The
-exchange of a token, and all that changes anything, is a POST whose Origin is one of our own pages;
-a change also carries a value that only our own pages know.
+A token is shown once and stored as its SHA-256. The user exchanges it for a session. No script can
+read the session's cookie, and no request from another site carries it (HttpOnly, SameSite=Strict).
+The Host check refuses a page of another site whose name resolves to the loopback ("DNS rebinding").
+The exchange of a token and every change are POST requests whose Origin is one of our own pages; a
+change also carries a value that only our own pages know.
 """
 
 import hashlib
@@ -26,23 +26,23 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 IDLE_S = 12 * 3600.0
-"""A session that nobody uses for so long ends."""
+"""Seconds after which an unused session ends."""
 
-_SESSIONS = 16  # of one person, whose oldest one makes room
+_SESSIONS = 16  # per person; a new session then replaces the least recently used one
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _HASH = re.compile(r"[0-9a-f]{64}")
-_OPEN = ("/login", "/static/")  # what a person without a session may ask for
+_OPEN = ("/login", "/static/")  # paths that need no session
 
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; media-src 'self'; "
     "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
 FILE_CSP = "default-src 'none'; frame-ancestors 'none'; sandbox"
-"""Of files that came from data: opened by themselves they are nothing but a picture."""
+"""Policy for files from the data: a browser that opens one can only show it as a picture."""
 
 
 class Role(IntEnum):
-    """What a person may do; each role may do what those before it may."""
+    """Permissions of a person; each role includes the permissions of the roles before it."""
 
     VIEWER = 1
     CURATOR = 2
@@ -53,7 +53,7 @@ class Role(IntEnum):
         """Return a role by its name.
 
         Raises:
-            ValueError: there is none.
+            ValueError: no role has this name.
         """
         known = {role.name.lower(): role for role in cls}
         if name not in known:
@@ -63,27 +63,27 @@ class Role(IntEnum):
 
 @dataclass(frozen=True)
 class Person:
-    """Who is signed in."""
+    """The owner of a token or session."""
 
     name: str
     role: Role
 
 
 def digest(token: str) -> str:
-    """Return what is kept of a token."""
+    """Return the SHA-256 of a token, which is the only form in which it is stored."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
 def new_token() -> str:
-    """Return a token that nobody can guess."""
+    """Return a random token that cannot be guessed."""
     return secrets.token_urlsafe(32)
 
 
 def read_tokens(file: Path) -> dict[str, Person]:
-    """Return SHA-256 -> person of a file of tokens: JSON lines {"name", "role", "sha256"}.
+    """Return {SHA-256: person} from a file of tokens: JSON lines {"name", "role", "sha256"}.
 
     Raises:
-        ValueError: a line is not as expected, or somebody else may write the file; names both.
+        ValueError: a line is malformed, or other users may read or write the file.
     """
     text = _read_own(file)
     found: dict[str, Person] = {}
@@ -109,13 +109,13 @@ def read_tokens(file: Path) -> dict[str, Person]:
 
 
 def _read_own(file: Path) -> str:
-    """Return the text of a file that nobody but its owner, or root, can have written."""
+    """Return the text of a file that only the current user or root can have written."""
     with os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
         state = os.fstat(opened.fileno())
         if not stat.S_ISREG(state.st_mode):
             raise ValueError(f"{file}: expected a regular file of tokens")
         _refuse_others(file, state)
-        folder = file.resolve().parent  # whose writers could replace the file
+        folder = file.resolve().parent  # its writers could replace the file
         _refuse_others(folder, folder.stat())
         if state.st_mode & 0o007:
             raise ValueError(f"{file}: everybody may read it, and so see who signs in; chmod o-rwx")
@@ -123,29 +123,29 @@ def _read_own(file: Path) -> str:
 
 
 def _refuse_others(path: Path, state: os.stat_result) -> None:
-    """Refuse what somebody else could replace, and so sign in as anybody."""
+    """Refuse a path that another user could replace, who could then sign in as any person."""
     if state.st_uid not in (0, os.geteuid()):
         raise ValueError(
             f"{path}: belongs to user {state.st_uid}, who could sign in as anybody; expected you "
             f"({os.geteuid()}) or root: chown it, or copy the file to a folder of your own"
         )
     sticky = stat.S_ISDIR(state.st_mode) and state.st_mode & stat.S_ISVTX
-    if state.st_mode & 0o022 and not sticky:  # of /tmp, nobody replaces another's file
+    if state.st_mode & 0o022 and not sticky:  # sticky folders such as /tmp prevent this
         raise ValueError(f"{path}: others may write it, and so sign in as anybody; chmod go-w")
 
 
 def add_token(file: Path, name: str, role: Role) -> str:
-    """Add a token of a person to a file, which nobody else may read; returns the token.
+    """Add a person's token to a file that only the current user may read; return the token.
 
     Raises:
-        ValueError: the file is not one of tokens, or the name is none.
+        ValueError: the file is not a file of tokens, or the name is invalid.
     """
     if not _NAME.fullmatch(name):
         raise ValueError(f"name {name!r}: expected letters, digits, . _ @ -, at most 64")
     begin = ""
     if file.exists():
         read_tokens(file)
-        begin = "" if file.read_bytes().endswith(b"\n") else "\n"  # as an editor may leave it
+        begin = "" if file.read_bytes().endswith(b"\n") else "\n"  # editors may omit it
     token = new_token()
     line = {"name": name, "role": role.name.lower(), "sha256": digest(token)}
     descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -156,7 +156,7 @@ def add_token(file: Path, name: str, role: Role) -> str:
 
 @dataclass
 class Session:
-    """A person who is signed in; `form` is the value that our own forms carry."""
+    """Session of a signed-in person; `form` is the value that our own forms carry."""
 
     person: Person
     form: str = field(default_factory=new_token)
@@ -164,11 +164,11 @@ class Session:
 
 
 class Doorkeeper:
-    """Exchanges tokens for sessions, and knows whose a session is.
+    """Exchanges tokens for sessions, and looks up the person of a session.
 
     Args:
-        tokens: SHA-256 -> person, for as long as the server runs.
-        once: the same, of tokens that are used up by their first exchange.
+        tokens: {SHA-256: person} of tokens that are valid as long as the server runs.
+        once: {SHA-256: person} of tokens that are valid for one exchange.
     """
 
     def __init__(self, tokens: Mapping[str, Person], once: Mapping[str, Person]) -> None:
@@ -177,7 +177,7 @@ class Doorkeeper:
         self._lock = threading.Lock()
 
     def enter(self, token: str) -> str | None:
-        """Return the secret of a new session; None for a token that is unknown or used up."""
+        """Return the secret of a new session, or None if the token is unknown or used up."""
         key = digest(token)
         with self._lock:
             person = self._once.pop(key, None) or self._tokens.get(key)
@@ -192,7 +192,7 @@ class Doorkeeper:
         return secret
 
     def session(self, secret: str | None) -> Session | None:
-        """Return the session of a cookie; None for one that is unknown or too old."""
+        """Return the session of a cookie, or None if it is unknown or expired."""
         if not secret:
             return None
         key = digest(secret)
@@ -213,12 +213,12 @@ class Doorkeeper:
 
 
 class Gate:
-    """Stands before the application; `scope["session"]` is the session of who comes through.
+    """Checks every request before the application, and stores its session in `scope["session"]`.
 
     Args:
-        app: what is behind it.
-        door: who knows the sessions.
-        hosts: names that a request may be for, without ports.
+        app: the application behind the gate.
+        door: keeper of the sessions.
+        hosts: accepted host names, without ports.
         cookie: name of the session's cookie.
     """
 
@@ -252,7 +252,7 @@ class Gate:
 
 
 def _sign_in(headers: Headers) -> Response:
-    if "hx-request" in headers:  # a part of a page: the whole page shall go there
+    if "hx-request" in headers:  # a part of a page: redirect the whole page
         return PlainTextResponse("sign in\n", 401, {"HX-Redirect": "/login"})
     return Response(status_code=303, headers={"Location": "/login"})
 
@@ -264,22 +264,22 @@ def host_of(given: str) -> str:
 
 
 def _cookie(headers: Headers, name: str) -> str | None:
-    """Return our cookie among those of other programs on this host, whatever theirs look like."""
+    """Return our cookie; other programs on this host may have set malformed cookies."""
     return cookie_parser("; ".join(headers.getlist("cookie"))).get(name)
 
 
 def _of_our_own(headers: Headers, host: str) -> bool:
-    """Whether a browser says that a form comes from one of our own pages."""
+    """Return whether the browser reports one of our own pages as the origin of a form."""
     origin, site = headers.get("origin", ""), headers.get("sec-fetch-site")
     return origin.partition("://")[2].lower() == host.lower() and site in (None, "same-origin")
 
 
 def _with_headers(send: Send) -> Send:
-    """Put what protects the page on every answer."""
+    """Wrap `send` so that every answer has the security headers."""
     fixed = {
         "content-security-policy": CSP,
         "x-content-type-options": "nosniff",
-        "referrer-policy": "same-origin",  # without it forms would come from "null"
+        "referrer-policy": "same-origin",  # otherwise the Origin of forms would be "null"
         "cross-origin-opener-policy": "same-origin",
         "cross-origin-resource-policy": "same-origin",
         "cache-control": "no-store",

@@ -1,9 +1,10 @@
-"""The web server: uvicorn, with deadlines for clients that hold connections and send nothing.
+"""The web server: uvicorn with deadlines for clients that hold connections and send nothing.
 
-uvicorn's keep-alive time-out ends with a request's first byte, so a client that never sends the
-rest keeps its connection, and as many as `limit_concurrency` of them close the server. Here a
-request has a deadline from its connection on, body included; where too many connections wait for
-a request, the longest waiting one makes room; and an answer that nobody reads ends its connection.
+uvicorn's keep-alive time-out ends with the first byte of a request. A client that never sends the
+rest keeps its connection, and `limit_concurrency` such clients block the server. This module adds
+three limits. A request, including its body, has a deadline that starts with the connection. If too
+many connections wait for a request, the server closes the one that has waited longest. If a client
+does not read its answer, the server closes the connection.
 """
 
 import asyncio
@@ -16,16 +17,16 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 REQUEST_S = 20.0
-"""So long a client may take from a connection, or its last answer, to the end of a request."""
+"""Seconds from the connection, or the last answer, to the end of a client's request."""
 
 UNREAD_S = 60.0
-"""So long an answer may wait for a client that does not read it."""
+"""Seconds that an answer may wait for a client that does not read it."""
 
 HANDSHAKE_S = 10.0
-"""So long a client may take for the TLS handshake."""
+"""Seconds that a client may take for the TLS handshake."""
 
 MOST_CONNECTIONS = 256
-MOST_WAITING = 128  # connections without a whole request; those that are worked on have the others
+MOST_WAITING = 128  # connections without a complete request; active requests use the others
 
 
 class Connection(H11Protocol):
@@ -35,38 +36,38 @@ class Connection(H11Protocol):
     _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin to wait for a request."""
+        """Start the deadline of the first request."""
         super().connection_made(transport)  # pyright: ignore[reportArgumentType]
         self._look()
 
     def data_received(self, data: bytes) -> None:
-        """Take a part of a request."""
+        """Handle a part of a request."""
         super().data_received(data)
         self._look()
 
     def on_response_complete(self) -> None:
-        """Begin to wait for the next request."""
+        """Start the deadline of the next request."""
         super().on_response_complete()
         self._look()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the deadlines."""
+        """Cancel the deadlines."""
         self._waits = _cancelled(self._waits)
         self._unread = _cancelled(self._unread)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Begin to wait for the client to read."""
+        """Start the deadline of a client that does not read."""
         super().pause_writing()
         self._unread = self.loop.call_later(UNREAD_S, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """End that: it has read."""
+        """Cancel the deadline, because the client has read."""
         self._unread = _cancelled(self._unread)
         super().resume_writing()
 
     def _look(self) -> None:
-        """Run the clock as long as a request, with its body, is not whole."""
+        """Run the deadline while a request or its body is incomplete."""
         if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
             self._waits = _cancelled(self._waits)
         elif self._waits is None and not self.transport.is_closing():
@@ -90,10 +91,10 @@ def _cancelled(timer: asyncio.TimerHandle | None) -> None:
 
 
 class EventLoop(asyncio.SelectorEventLoop):
-    """asyncio's own loop, with a deadline for TLS handshakes, which no setting of uvicorn has."""
+    """An asyncio event loop with a deadline for TLS handshakes; uvicorn has no such setting."""
 
     async def create_server(self, *args: Any, **options: Any) -> asyncio.Server:  # pyright: ignore
-        """As asyncio's."""
+        """Create a server like asyncio, with the deadline for TLS handshakes."""
         if options.get("ssl") is not None:
             options["ssl_handshake_timeout"] = HANDSHAKE_S
         return await super().create_server(*args, **options)
@@ -102,9 +103,9 @@ class EventLoop(asyncio.SelectorEventLoop):
 def web_server(
     app: ASGIApp, certificate: Path | None = None, key: Path | None = None
 ) -> uvicorn.Server:
-    """Return a server of an application, by https with a certificate.
+    """Return a server for an application; with a certificate it uses https.
 
-    It keeps no log of requests: addresses hold tokens and keys of samples.
+    The server logs no requests, because addresses may contain tokens and sample keys.
     """
     return uvicorn.Server(
         uvicorn.Config(

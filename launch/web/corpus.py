@@ -1,7 +1,6 @@
-"""The sources that a page shows: their manifests, facts, and indices in small pieces.
+"""The sources that the page shows: their manifests, their facts, and their indices in small parts.
 
-A source is read again when its manifest is another (`fresh`): nothing of a sample that was redacted
-is shown afterwards.
+A source is read again when its manifest changes (`fresh`), so redacted samples are never shown.
 """
 
 import threading
@@ -35,18 +34,18 @@ from launch.web.rejected import RejectedList
 from moonvit3d.geometry import PatchLimits
 
 Progress = Callable[[str], Any]
-PATIENCE_S = 10.0  # without progress: who looks at a page waits no longer for its store
-_MEMORY = "96MB"  # of DuckDB, for each of the sources whose facts are open
+PATIENCE_S = 10.0  # longest wait of a page for a store that makes no progress
+_MEMORY = "96MB"  # limit of DuckDB for each source with open facts
 _OPEN = 6
 _THREADS = 16
 
 
 class NotHere(ValueError):
-    """There is no such source, sample or file."""
+    """The source, sample or file does not exist."""
 
 
 class Medium(NamedTuple):
-    """A media file: its number, kind (of `moonvit3d.geometry`), bytes, and where they lie."""
+    """A media file: number, kind (see `moonvit3d.geometry`), bytes, location and index line."""
 
     number: int
     kind: int
@@ -59,14 +58,14 @@ class ShownSource:
     """One source.
 
     Args:
-        store: where it lies; it has read the manifest of this moment.
-        name: of it.
-        limits: under which tokens are counted.
-        folder: of facts, and of the index in pieces.
-        progress: of writing the facts.
+        store: store of the source, which has read its current manifest.
+        name: name of the source.
+        limits: patch limits for token counts.
+        folder: folder for facts and for the parts of the index.
+        progress: called while facts are written, with (samples done, total samples).
 
     Raises:
-        MissingKey, IndexMismatch, ValueError, OSError: as `write_facts`.
+        MissingKey, IndexMismatch, ValueError, OSError: as for `write_facts`.
     """
 
     def __init__(
@@ -86,25 +85,25 @@ class ShownSource:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """Return the manifest."""
+        """Manifest of the source."""
         return self.cut.manifest
 
     @property
     def identity(self) -> str:
-        """What runs know it by, whatever was redacted since: as `SourceIndex.identity`."""
+        """Identity of the source, which redactions do not change; see `SourceIndex.identity`."""
         return identity_of(self.manifest)
 
     @property
     def num_redacted(self) -> int:
-        """Samples that were redacted."""
+        """Number of redacted samples."""
         return len(self._redacted)
 
     def provenance(self) -> dict[str, Any] | None:
-        """Return what it was made of."""
+        """Return the provenance of the source, or None if it has none."""
         return read_provenance(self.store, self.name)
 
     def around(self, sample: int) -> tuple[SourceIndex, int]:
-        """Return the index around a sample, and the number of its first one.
+        """Return the part of the index around a sample, and the number of its first sample.
 
         Raises:
             NotHere: there is no such sample.
@@ -116,7 +115,7 @@ class ShownSource:
         return self.cut.around(sample)
 
     def _there(self, sample: int) -> tuple[SourceIndex, int]:
-        """As `around`, of a sample whose bytes are there."""
+        """Return the same as `around`; raise NotHere for a redacted sample."""
         index, first = self.around(sample)
         if sample in self._redacted:
             key = index.key_of(sample - first)
@@ -127,8 +126,8 @@ class ShownSource:
         """Return a sample's document.
 
         Raises:
-            NotHere: there is none, or it was redacted. IndexMismatch: it is not what the index
-                says, or not in the format. StoreError: it cannot be read.
+            NotHere: there is no such sample, or it was redacted. IndexMismatch: the document does
+                not match the index or the format. StoreError: it cannot be read.
         """
         index, first = self._there(sample)
         data = read_checked(self.store, [document_of(index, sample - first)])[0]
@@ -168,7 +167,7 @@ class ShownSource:
         """Return one media file of a sample.
 
         Raises:
-            NotHere: there is none.
+            NotHere: there is no such file.
         """
         for one in self.media(sample):
             if one.number == number:
@@ -176,17 +175,17 @@ class ShownSource:
         raise NotHere(f"source {self.name!r}, sample {sample}: it has no file {number}")
 
     def whole(self, sample: int, medium: Medium) -> bytes:
-        """Return the bytes of a media file, which have the CRC-32 of the index."""
+        """Return the bytes of a media file, checked against the CRC-32 of the index."""
         index, _ = self.around(sample)
         return read_checked(self.store, [medium_of(index, medium.line)])[0]
 
     def part(self, medium: Medium, offset: int, length: int) -> bytes:
-        """Return some bytes of a media file, as they lie there: a part has no checksum."""
+        """Return some bytes of a media file unchecked, because a part has no checksum."""
         return self.store.get(medium.span.key, medium.span.offset + offset, length)
 
 
 def _check_shown(where: str, manifest: dict[str, Any]) -> None:
-    """Check what pages show of a manifest, and no reader of the index has checked."""
+    """Check the manifest fields that pages show but index readers do not check."""
 
     def text(value: Any) -> bool:
         return isinstance(value, str)
@@ -221,18 +220,19 @@ def _check_shown(where: str, manifest: dict[str, Any]) -> None:
 
 
 class Corpus:
-    """All sources under a root that are shown.
+    """All sources under a root that the page shows.
 
     Args:
-        store: of the root.
-        endpoint: it was opened with.
-        names: of the sources.
-        limits: under which tokens are counted.
-        folder: of facts.
-        progress: called with a source's name; returns a context that takes its progress.
+        store: store of the root.
+        endpoint: endpoint that the store was opened with.
+        names: names of the sources.
+        limits: patch limits for token counts.
+        folder: folder of facts.
+        progress: called with a source's name; returns a context manager that yields a progress
+            function.
 
     Raises:
-        MissingKey, IndexMismatch, ValueError, OSError: as `write_facts`.
+        MissingKey, IndexMismatch, ValueError, OSError: as for `write_facts`.
     """
 
     def __init__(
@@ -265,21 +265,21 @@ class Corpus:
         self._lock = threading.Lock()
 
     def source(self, name: str) -> ShownSource:
-        """Return a source by its name, as it is now.
+        """Return the current state of a source by its name.
 
         Raises:
-            NotHere: there is none; says which there are. ComeAgain: it is being read again.
-            MissingKey: it was removed. StoreError: nobody knows whether it is as it was.
+            NotHere: there is no such source; suggests names. ComeAgain: it is being read again.
+            MissingKey: it was removed. StoreError: the store cannot say whether it changed.
         """
         if name not in self._sources:
             raise NotHere(f"no source {name!r} here; {did_you_mean(name, self.names)}")
         return self._sources[name].now()
 
     def every(self) -> list[ShownSource]:
-        """Return all sources as they are now, but for those that were removed.
+        """Return the current state of all sources, without removed ones.
 
         Raises:
-            ComeAgain, StoreError: as `source`.
+            ComeAgain, StoreError: as for `source`.
         """
         return [one for one in in_threads(self._unless_removed, self.names, _THREADS) if one]
 
@@ -290,30 +290,30 @@ class Corpus:
             return None
 
     def facts(self, source: ShownSource) -> Facts:
-        """Return the facts of a source, open; who has them may use them for as long as wanted."""
+        """Return the open facts of a source; the caller may use them for any length of time."""
         path = source.facts_file.path
         with self._lock:
             if path not in self._facts:
                 self._facts[path] = Facts(source.facts_file, threads=2, memory=_MEMORY)
                 if len(self._facts) > _OPEN:
-                    self._facts.popitem(last=False)  # closed once nobody asks it any more
+                    self._facts.popitem(last=False)  # closes after its last user drops it
             self._facts.move_to_end(path)
             return self._facts[path]
 
     @property
     def categories(self) -> list[str]:
-        """The categories that there are, sorted; a source keeps its own."""
+        """Sorted categories of the sources; the category of a source never changes."""
         return sorted({one.last.manifest["category"] for one in self._sources.values()})
 
     def chosen(self, source: str, category: str) -> list[ShownSource]:
-        """Return the sources that a page is about, as they are now.
+        """Return the current state of the sources that a request selects.
 
         Args:
-            source: one by its name; "" for all.
-            category: theirs; "" for all.
+            source: name of one source; "" for all.
+            category: category of the sources; "" for all.
 
         Raises:
-            NotHere: there is no such source, or none of the category. Also as `source`.
+            NotHere: there is no such source or category. Also as for `source`.
         """
         if category not in ("", *self.categories):
             raise NotHere(

@@ -1,8 +1,8 @@
-"""Decodes pictures of the page in a process of its own, which ends with the memory it took.
+"""Decodes pictures of the page in a separate process, so that its memory can be returned.
 
-One picture at a time, of a bounded number of pixels, under a limit of memory that the system keeps.
-The process begins with the first picture; it ends when it holds much memory, when nobody asks for
-a while, and when a picture takes too long.
+The process decodes one picture at a time, with a limit on pixels and a memory limit enforced by
+the system. It starts with the first picture. It ends when it holds much memory, when it has been
+idle for a while, or when a picture takes too long.
 """
 
 import multiprocessing
@@ -24,14 +24,14 @@ from moonvit3d.media import MediaError, probe
 
 
 class Bounds(NamedTuple):
-    """What one picture may take.
+    """Limits for one picture.
 
     Attributes:
-        image, frame: pixels of an image, and of a frame of a video, whose decoder holds many.
-        memory: bytes that the process may have.
-        kept: bytes that it may hold when it has decoded a picture.
-        idle_s: seconds without a picture after which it ends.
-        patience_s: seconds for one picture.
+        image, frame: most pixels of an image and of a video frame; a decoder holds many frames.
+        memory: most bytes of memory of the process.
+        kept: most bytes that the process may hold after a picture; above this it ends.
+        idle_s: seconds without a picture after which the process ends.
+        patience_s: most seconds for one picture.
     """
 
     image: int = 40_000_000
@@ -43,13 +43,13 @@ class Bounds(NamedTuple):
 
 
 class Decoder:
-    """Decodes in another process, from any thread, one picture at a time; `close` it."""
+    """Decodes one picture at a time in another process; thread-safe; call `close` at the end."""
 
     def __init__(self, bounds: Bounds | None = None) -> None:
         self._bounds = bounds or Bounds()
         self._lock = threading.Lock()
         self._process: Any = None
-        self._pipe: Any = None  # to it
+        self._pipe: Any = None  # to the process
 
     def decode(
         self,
@@ -60,13 +60,13 @@ class Decoder:
         grids: Sequence[Sequence[int]],
         draw: Any = None,
     ) -> list[NDArray[np.uint8]]:
-        """Decode as `data_pipeline.decode.decode_items` does.
+        """Decode like `data_pipeline.decode.decode_items`.
 
         Raises:
-            ValueError: the file does not decode, or takes more than `Bounds` allow.
+            ValueError: the file does not decode, or needs more than `Bounds` allows.
         """
         with self._lock:
-            for last in (False, True):  # it may have ended since the picture before
+            for last in (False, True):  # the process may have ended after the previous picture
                 pipe = self._begun()
                 try:
                     pipe.send((data, kind, chunks, limits, grids, draw))
@@ -107,8 +107,8 @@ class Decoder:
 
 
 def _serve(pipe: Connection, bounds: Bounds) -> None:
-    """Decode what comes through a pipe; runs in the other process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # its owner ends it
+    """Decode the requests of a pipe; runs in the other process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     resource.setrlimit(resource.RLIMIT_DATA, (bounds.memory, bounds.memory))
     while pipe.poll(bounds.idle_s):
         try:
@@ -122,7 +122,7 @@ def _serve(pipe: Connection, bounds: Bounds) -> None:
 
 
 def _decoded(bounds: Bounds, data: bytes, kind: int, *more: Any) -> tuple[Any, Exception | None]:
-    """Return what decodes, or what is wrong."""
+    """Return the decoded arrays and None, or None and the error."""
     try:
         found, most = probe(data, kind), bounds.image if kind == KIND_IMAGE else bounds.frame
         if found.width * found.height > most:

@@ -1,8 +1,8 @@
-"""What was made of objects of a store, made again as soon as one of them is another.
+"""Caches values made from store objects, and rebuilds them when one of the objects changes.
 
-Each request looks at the objects' ETags first, a HEAD each: what was erased or replaced a moment
-ago is in no answer, whatever is kept in memory. Whoever comes first has it made again and waits;
-others wait for a moment, and are told to come again.
+Each request first compares the objects' ETags, with one HEAD per object, so no answer contains data
+that were just erased or replaced. The first request after a change rebuilds the value and waits;
+other requests wait for a moment and then get a retry hint.
 """
 
 import threading
@@ -17,29 +17,29 @@ from launch.pages.turns import turn
 
 Made = TypeVar("Made")
 State = tuple[ObjectInfo | None, ...]
-"""Size and ETag of objects; None for one that is not there."""
+"""Size and ETag of each object; None for a missing object."""
 
 WAIT_S = 2.0
-"""So long a request waits for what others have under way."""
+"""Seconds that a request waits while another request rebuilds a value."""
 
 _THREADS = 16
-_AT_ONCE = threading.BoundedSemaphore(2)  # an index is read, and 0.7 GB of memory are used for it
+_AT_ONCE = threading.BoundedSemaphore(2)  # each reads an index, which takes 0.7 GB of memory
 
 
 def manifests_of(store: Store, names: Sequence[str]) -> State:
     """Return the state of the manifests of sources.
 
     Raises:
-        MissingKey: there is no such source any more. StoreError: it cannot be told.
+        MissingKey: a source no longer exists. StoreError: the store cannot be read.
     """
     return tuple(in_threads(lambda name: store.head(manifest_key(name)), names, _THREADS))
 
 
 def state_of(store: Store, key: str) -> ObjectInfo | None:
-    """Return size and ETag of an object, None if it is not there.
+    """Return size and ETag of an object, or None if it is missing.
 
     Raises:
-        StoreError: it cannot be told.
+        StoreError: the store cannot be read.
     """
     try:
         return store.head(key)
@@ -48,17 +48,17 @@ def state_of(store: Store, key: str) -> ObjectInfo | None:
 
 
 class Fresh(Generic[Made]):
-    """Something made of objects, as they are now; from any thread.
+    """Value made from the current state of store objects; thread-safe.
 
     Args:
-        what: it is, for messages.
+        what: name of the value, for messages.
         look: returns the state of the objects.
-        make: makes it of them; by a store of its own, as one that has read an object takes another
-            in its place for a fault.
-        first: makes it for the first time; None: as `make`.
+        make: makes the value, with a new store: a store that has read an object treats a changed
+            object as an error.
+        first: makes the first value; None uses `make`.
 
     Raises:
-        Whatever `look` and `make` do.
+        Exception: any error of `look` and `make`.
     """
 
     def __init__(
@@ -70,19 +70,19 @@ class Fresh(Generic[Made]):
     ) -> None:
         self._what, self._look, self._make = what, look, make
         self._lock = threading.Lock()
-        # Looked at before: what changes while it is made is seen by the next look.
+        # Reads the state first, so that the next comparison sees changes during the making.
         self._held = look(), (first or make)()
 
     @property
     def last(self) -> Made:
-        """What was made last, for what does not change with the objects."""
+        """Last value, for facts that do not change with the objects."""
         return self._held[1]
 
     def now(self) -> Made:
-        """Return what is made of the objects as they are.
+        """Return the value for the current state of the objects.
 
         Raises:
-            ComeAgain: it is being made again. Whatever `look` and `make` do.
+            ComeAgain: another request is rebuilding the value. Also any error of `look` and `make`.
         """
         if (made := self._current()) is not None:
             return made

@@ -1,7 +1,7 @@
-"""JSON lines of files that anybody may have written, as text for a page.
+"""Turns JSON lines of untrusted files into text for a page.
 
-A line that is too long, no JSON object, or without the fields that are wanted is None; a field of
-another type is shown as its JSON. Nothing that a file holds makes a page fail.
+A line gives None if it is too long, is not a JSON object, or lacks a required field. A field that
+is not a string is shown as JSON. No content of a file makes a page fail.
 """
 
 import json
@@ -11,14 +11,14 @@ from typing import Any
 from data_pipeline.store.json_objects import parse_json
 
 LONGEST = 64 << 10
-"""Bytes of a line that is read; longer ones are shown as such."""
+"""Most bytes of a readable line; longer lines are shown as unreadable."""
 
 UNREADABLE = "unreadable line"
 _SHOWN = 2_000  # characters of a field
 
 
 def fields_of(line: bytes, names: Sequence[str]) -> dict[str, str] | None:
-    """Return some fields of a JSON line as text; None for a line that does not have them."""
+    """Return some fields of a JSON line as text, or None if the line does not have them."""
     if len(line) > LONGEST:
         return None
     try:
@@ -29,7 +29,7 @@ def fields_of(line: bytes, names: Sequence[str]) -> dict[str, str] | None:
 
 
 def begin_of(line: bytes) -> str:
-    """Return the begin of an unreadable line, for the page."""
+    """Return the beginning of an unreadable line, for the page."""
     return line[:200].decode("utf-8", "replace")
 
 

@@ -1,4 +1,4 @@
-"""Pictures and videos of the page: parts of files, small pictures, and pictures that pages made."""
+"""Serves pictures and videos: media files and parts of them, thumbnails, and rendered pictures."""
 
 import hashlib
 import re
@@ -27,20 +27,20 @@ TYPES = {
     "gif": "image/gif",
     "mp4": "video/mp4",
 }
-"""Suffix of a media file -> its type; nothing else is ever shown as what it says it is."""
+"""Suffix of a media file -> its media type; no other type is ever sent."""
 
 WHOLE = 16 << 20
-"""Larger files are not held in memory: their parts are sent as they lie, without a checksum."""
+"""Largest file held in memory, in bytes; parts of larger files are sent without a checksum."""
 
-_PIECE = 2 << 20  # most of a large file in one answer, or at once in memory
-_SIDE = 176  # pixels of a small picture
-# Enough patches for a small picture; so large ones are never held twice.
+_PIECE = 2 << 20  # most bytes of a large file in one answer or in memory
+_SIDE = 176  # pixels of the longer side of a thumbnail
+# Enough patches for a thumbnail, so that large pictures are never held twice.
 _SMALL = PatchLimits(image=196, frame=196)
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 
 class File(NamedTuple):
-    """Bytes, their type, and whether what they were made of is still as it was."""
+    """Bytes, their media type, and a check that their source data are unchanged."""
 
     data: bytes
     kind: str
@@ -48,7 +48,7 @@ class File(NamedTuple):
 
 
 class Kept:
-    """Files by a name, the latest ones, up to a size; from any thread."""
+    """Cache of the most recently used files by name, up to a total size; thread-safe."""
 
     def __init__(self, most: int) -> None:
         self._most, self._size = most, 0
@@ -56,14 +56,14 @@ class Kept:
         self._lock = threading.Lock()
 
     def get(self, name: str) -> File | None:
-        """Return a file; None if it is not kept."""
+        """Return a file, or None if the cache does not have it."""
         with self._lock:
             if name in self._found:
                 self._found.move_to_end(name)
             return self._found.get(name)
 
     def put(self, name: str, file: File) -> None:
-        """Keep a file."""
+        """Store a file; drop the least recently used files over the limit."""
         with self._lock:
             before = self._found.pop(name, None)
             self._size += len(file.data) - (len(before.data) if before else 0)
@@ -74,7 +74,7 @@ class Kept:
 
 
 class Media:
-    """What the page shows of media; from any thread; `close` it."""
+    """Media of the page; thread-safe; call `close` at the end."""
 
     def __init__(self) -> None:
         self.decoder = Decoder()
@@ -82,15 +82,15 @@ class Media:
         self._reading = threading.BoundedSemaphore(2)  # files that wait for the decoder
 
     def close(self) -> None:
-        """End the process that decodes."""
+        """End the decoder process."""
         self.decoder.close()
 
     def file(self, request: Request, source: ShownSource, sample: int, name: str) -> Response:
-        """Answer with a media file, or with a part of it that is asked for.
+        """Answer with a media file, or with the requested part of it.
 
         Raises:
             NotHere: there is no such file.
-            IndexMismatch, StoreError: it cannot be read.
+            IndexMismatch, StoreError: the file cannot be read.
         """
         number, _, suffix = name.partition(".")
         if suffix not in TYPES or not number.isdigit() or len(number) > 5:
@@ -106,10 +106,10 @@ class Media:
         return ranged(request, medium.size, TYPES[suffix], lambda a, n: data[a : a + n], len(data))
 
     def whole(self, source: ShownSource, sample: int, medium: Medium) -> bytes:
-        """Return the bytes of a media file of a size that may be held in memory.
+        """Return all bytes of a media file of at most `WHOLE` bytes.
 
         Raises:
-            ValueError: it is larger. IndexMismatch, StoreError: it cannot be read.
+            ValueError: the file is larger. IndexMismatch, StoreError: it cannot be read.
         """
         if medium.size > WHOLE:
             raise ValueError(
@@ -124,11 +124,11 @@ class Media:
         return data
 
     def small(self, source: ShownSource, sample: int) -> File | None:
-        """Return a small picture of a sample's first medium and its type; None if it has none.
+        """Return a thumbnail of a sample's first media file, or None if it has no media.
 
         Raises:
-            ValueError: the medium does not decode, or is larger than `WHOLE` or `Bounds` allow.
-            IndexMismatch, StoreError: it cannot be read. ComeAgain: others are being decoded.
+            ValueError: the file does not decode, or exceeds `WHOLE` or `Bounds`.
+            IndexMismatch, StoreError: the file cannot be read. ComeAgain: the decoder is busy.
         """
         key = f"{source.manifest['content_hash']} {sample}"
         if (kept := self._small.get(key)) is not None:
@@ -146,11 +146,11 @@ class Media:
         return found
 
     def made(self, still: Callable[[], bool]) -> Src:
-        """Return what keeps the pictures of a page and gives them addresses.
+        """Return a function that stores the pictures of a page and returns their addresses.
 
         Args:
-            still: whether what the page was made of is still as it was: no picture of an erased
-                sample is given out.
+            still: returns whether the source data of the page are unchanged; after a change the
+                pictures are no longer sent, so no picture of an erased sample is.
         """
 
         def keep(data: bytes, kind: str) -> str:
@@ -161,10 +161,10 @@ class Media:
         return keep
 
     def picture(self, name: str) -> Response:
-        """Answer with a picture that a page made.
+        """Answer with a picture that a page rendered.
 
         Raises:
-            NotHere: it is not kept any more, or what it was made of has changed.
+            NotHere: the cache has dropped the picture, or its source data have changed.
         """
         if (found := self._made.get(name)) is None or not found.still():
             raise NotHere("this picture is not kept any more: load the page again")
@@ -172,7 +172,7 @@ class Media:
 
 
 def file_answer(file: File) -> Response:
-    """Return an answer that is a picture and can be nothing else."""
+    """Return an answer that a browser can only use as a picture."""
     return Response(file.data, media_type=file.kind, headers={"content-security-policy": FILE_CSP})
 
 
@@ -183,14 +183,14 @@ def ranged(
     read: Callable[[int, int], bytes],
     most: int = _PIECE,
 ) -> Response:
-    """Return a file, or that part of it which the request's Range asks for (RFC 9110, 14).
+    """Return a file, or the part of it that the request's Range names (RFC 9110, section 14).
 
     Args:
-        request: with or without a Range; one of several parts gets the whole file.
-        size: of the file.
-        kind: its media type.
+        request: request with or without a Range; a Range of several parts gets the whole file.
+        size: bytes of the file.
+        kind: media type of the file.
         read: takes offset and length, and returns the bytes.
-        most: of a part in one answer: a browser asks for what follows.
+        most: most bytes of a part in one answer; browsers then request the next part.
     """
     headers = {"accept-ranges": "bytes", "content-security-policy": FILE_CSP}
     match = _RANGE.fullmatch(request.headers.get("range", "").strip())

@@ -1,4 +1,4 @@
-"""Pages of what was left out, deleted and held, and of the catalogue; and what is changed there."""
+"""Pages of rejected samples, quarantine, deletions, holds and the catalogue, with their forms."""
 
 import os
 from functools import partial
@@ -19,14 +19,14 @@ from launch.web.lines import UNREADABLE, begin_of, fields_of
 from launch.web.site import checked_form, page, session_of, site_of, whole
 from launch.web.steps import Steps
 
-_ENTRIES = 100  # of the audit, on a page
-_LINES = 500  # of a run's quarantine
-_BLOCK = 1 << 16  # bytes of it, read at once
-_MOST = 16 << 20  # and at all
+_ENTRIES = 100  # audit entries on a page
+_LINES = 500  # shown lines of a run's quarantine
+_BLOCK = 1 << 16  # bytes of the quarantine read at a time
+_MOST = 16 << 20  # bytes of the quarantine read in total
 
 
 def rejected(request: Request) -> Response:
-    """What the ingest of a source left out, and why."""
+    """Show the samples that the ingest of a source rejected, and the reasons."""
     corpus, given = site_of(request).corpus, request.query_params
     shown = corpus.source(request.path_params["name"])
     reason, key = given.get("reason", ""), given.get("key", "")[:200]
@@ -38,7 +38,7 @@ def rejected(request: Request) -> Response:
 
 
 def quarantined(request: Request) -> Response:
-    """What runs could not use, and why."""
+    """Show the samples that runs could not use, and the reasons."""
     site = site_of(request)
     folders = {str(folder) for folder in site.runs}
     if site.records is not None:
@@ -48,7 +48,7 @@ def quarantined(request: Request) -> Response:
 
 
 def _quarantine_of(folder: Path) -> list[dict[str, str]] | None:
-    """Return the lines of a run's quarantine, the last ones; None: it is not on this machine."""
+    """Return the last lines of a run's quarantine, or None if the run is not on this machine."""
     file = folder / "quarantine.jsonl"
     if not folder.is_dir():
         return None
@@ -58,17 +58,17 @@ def _quarantine_of(folder: Path) -> list[dict[str, str]] | None:
 
 
 def _quarantined(line: bytes) -> dict[str, str]:
-    """Return what a line says, or that it cannot be read."""
+    """Return the fields of a line, or a note that the line is unreadable."""
     names = ("step", "source", "key", "reason")
     told = f"{UNREADABLE}: {begin_of(line)}"
     return fields_of(line, names) or dict.fromkeys(names, "") | {"reason": told}
 
 
 def last_lines(file: Path, count: int) -> list[bytes]:
-    """Return the last lines of a file, read from its end; one that somebody still writes is none.
+    """Return the last complete lines of a file, read from its end.
 
     Args:
-        count: of lines, at most.
+        count: most lines to return.
     """
     found = b""
     with file.open("rb") as opened:
@@ -81,7 +81,7 @@ def last_lines(file: Path, count: int) -> list[bytes]:
 
 
 def governance(request: Request) -> Response:
-    """Deletions and holds."""
+    """Show deletions and holds."""
     site = site_of(request)
     corpus = site.corpus
     redacted = [(one.name, one.num_redacted) for one in corpus.every() if one.num_redacted]
@@ -97,7 +97,7 @@ def governance(request: Request) -> Response:
 
 
 def _tombstones_of(steps: Fresh[Steps]) -> list[str]:
-    """Return what is to be said of tombstones, in lines; or why there are no steps any more."""
+    """Return lines about the tombstones, or the reason why the steps cannot be planned."""
     try:
         return steps.now().tombstones()
     except (MissingKey, IndexMismatch, ValueError) as error:
@@ -131,12 +131,12 @@ async def hold(request: Request) -> Response:
 
 
 def versions(request: Request) -> Response:
-    """All versions."""
+    """Show all versions."""
     return page(request, "versions.html", rows=site_of(request).needs_records().versions())
 
 
 def version(request: Request) -> Response:
-    """One version with its lineage, replicas and runs."""
+    """Show one version with its lineage, replicas and runs."""
     site = site_of(request)
     records = site.needs_records()
     found = records.details(request.path_params["name"])
@@ -153,17 +153,17 @@ def version(request: Request) -> Response:
 
 
 def _by(request: Request) -> str:
-    """Return who asks, for the audit."""
+    """Return the signed-in person as text for the audit log."""
     person = session_of(request).person
     return f"{person.name} ({person.role.name.lower()}, by the page)"
 
 
 _ADMINS = ("archived",)
-"""States that only an admin brings a version into."""
+"""States that only an admin may set."""
 
 
 async def change_state(request: Request) -> Response:
-    """Bring a version into another state, if it is as the person saw it."""
+    """Move a version to another state, if its revision is still the one on the page."""
     given = await checked_form(request, Role.CURATOR)
     records, person = site_of(request).needs_records(), session_of(request).person
     state, revision = given.get("state", ""), whole(given.get("revision", ""), "revision")
@@ -177,7 +177,7 @@ async def change_state(request: Request) -> Response:
 
 
 def audit(request: Request) -> Response:
-    """The audit, the newest entries first."""
+    """Show the audit log, with the newest entries first."""
     records = site_of(request).needs_records()
     before = whole(request.query_params.get("before", ""), "before")
     found = records.audit(before, _ENTRIES)

@@ -1,4 +1,4 @@
-"""What the page shows of the catalogue, and the few changes that it makes there."""
+"""The catalogue as the page reads it, and the few changes that the page makes there."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from data_pipeline.govern.holds import Hold
 
 
 class AuditPage(NamedTuple):
-    """Entries of the audit, the newest first; how many there are; what is wrong with the chain."""
+    """Entries of the audit log, newest first; their total number; and the error of the chain."""
 
     entries: list[dict[str, Any]]
     number: int
@@ -22,10 +22,10 @@ class AuditPage(NamedTuple):
 
 
 class Records:
-    """An open catalogue, from any thread.
+    """An open catalogue; thread-safe.
 
     Args:
-        catalog: whose reader this process may be.
+        catalog: a catalogue that this process may read.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -40,31 +40,31 @@ class Records:
         """Return a version with its relatives, replicas, runs and history.
 
         Raises:
-            CatalogError, ValueError: there is none of this name.
+            CatalogError, ValueError: no version has this name.
         """
         with self._catalog.read() as connection:
             return details(connection, name)
 
     def lying_at(self, root: str, endpoint: str) -> dict[str, dict[str, Any]]:
-        """Return folder -> version of what was registered under a root."""
+        """Return {folder: version} of the sources registered under a root."""
         with self._catalog.read() as connection:
             return lying_at(connection, root, endpoint)
 
     def run_folders(self) -> list[str]:
-        """Return the folders of the runs that were scanned, sorted."""
+        """Return the sorted folders of the scanned runs."""
         with self._catalog.read() as connection:
             return known_runs(connection)
 
     def requests(self) -> list[dict[str, Any]]:
-        """Return what the audit says of deletion requests, the newest first."""
+        """Return the audit entries about deletion requests, newest first."""
         with self._catalog.read() as connection:
             found = [_told(one) for one in entries(connection) if "request" in one.what]
         return found[::-1]
 
     def audit(self, before: int | None, count: int) -> AuditPage:
-        """Return entries before one, each compared with its hash.
+        """Return the entries before number `before`, after a check of their hashes.
 
-        Where the chain is broken, those in front of the break are shown.
+        If the chain is broken, only entries before the break are returned.
         """
         kept: list[Entry] = []
         number, head, problem = 0, "", None
@@ -80,27 +80,27 @@ class Records:
         return AuditPage([_told(one) for one in kept[::-1]], number, head, problem)
 
     def may_become(self, state: str) -> tuple[str, ...]:
-        """Return the states that may follow one by a press of a button.
+        """Return the states that a button on the page may set after a given state.
 
-        A version is verified by a report, which `data verify` makes, and deleted by `data collect`.
+        Only a report of `data verify` sets verified, and only `data collect` sets deleted.
         """
         return tuple(one for one in FOLLOWING[state] if one not in ("verified", "deleted"))
 
     def promote(self, name: str, state: str, revision: int, by: str) -> list[tuple[str, str, str]]:
-        """Bring a version into another state, if it is as the person saw it.
+        """Move a version to another state, if it still has the given revision.
 
         Args:
-            by: who does it, for the audit.
+            by: person for the audit log.
 
         Raises:
-            CatalogError, Conflict: as `states.promote`.
+            CatalogError, Conflict: as for `states.promote`.
         """
         return promote(self._catalog, name, state, revision=revision, by=by)
 
     def change_hold(
         self, root: str, endpoint: str | None, change: Callable[[], Hold], what: str, by: str
     ) -> None:
-        """Put or end a hold, and write it into the audit: as `redactions.change_hold`."""
+        """Put or end a hold and record it in the audit log; see `redactions.change_hold`."""
         change_hold(self._catalog, root, endpoint, change, what, by)
 
 

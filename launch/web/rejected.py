@@ -1,7 +1,7 @@
-"""What an ingest left out, of a list of any length: a part of it at a time.
+"""Reads the rejected samples of an ingest in parts, from a list of any length.
 
-Lines are looked through from a place in the file on, a stretch a request, which says where the next
-one goes on. Their numbers by reason are counted once, as far as the requests so far went.
+Each request searches one stretch of the file from an offset, and returns the offset of the next
+stretch. Counts by reason are computed once; each request extends them by one stretch.
 """
 
 import threading
@@ -12,20 +12,20 @@ from typing import NamedTuple
 from data_pipeline.store.open import MissingKey, ObjectInfo, Store
 from launch.web.lines import LONGEST, UNREADABLE, begin_of, fields_of
 
-LINES = 200  # on a page
-STRETCH = 16 << 20  # bytes that a request looks through, and as many that it counts
+LINES = 200  # lines on a page
+STRETCH = 16 << 20  # bytes that a request searches, and the same number that it counts
 _PIECE = 4 << 20
-_REASONS, _OTHERS = 100, "other reasons"  # so many are told apart
+_REASONS, _OTHERS = 100, "other reasons"  # number of reasons counted separately
 
 
 class Rejected(NamedTuple):
-    """Rejected samples.
+    """One page of rejected samples.
 
     Attributes:
-        lines: key, reason and detail of those that were asked for, a page of them.
-        after: bytes of the list that they, and others before them, take up; None at its end.
-        reasons: how many there are of each reason, in that part of the list which was counted.
-        counted: which part that is, 0 to 1.
+        lines: key, reason and detail of the matching samples.
+        after: byte offset where the next page starts; None at the end of the list.
+        reasons: {reason: number of samples} in the counted part of the list.
+        counted: fraction of the list that is counted, 0 to 1.
     """
 
     lines: list[dict[str, str]]
@@ -35,11 +35,11 @@ class Rejected(NamedTuple):
 
 
 class RejectedList:
-    """The list of one source, from any thread.
+    """List of rejected samples of one source; thread-safe.
 
     Args:
-        store: where the source lies.
-        source: its name.
+        store: store of the source.
+        source: name of the source.
     """
 
     def __init__(self, store: Store, source: str) -> None:
@@ -49,18 +49,19 @@ class RejectedList:
         self._reasons, self._counted = Counter[str](), 0
 
     def page(self, reason: str, key: str, after: int) -> Rejected:
-        """Return rejected samples from a place of the list on.
+        """Return a page of rejected samples from an offset of the list.
 
         Args:
-            reason, key: that lines must have, or have in them; "" for all.
-            after: of the page before; 0 for the first one.
+            reason: reason that lines must have; "" for all.
+            key: text that the keys of lines must contain, in any case; "" for all.
+            after: `after` of the previous page; 0 for the first page.
 
         Raises:
-            ValueError: `after` is not where a line begins. StoreError: the list cannot be read.
+            ValueError: no line begins at `after`. StoreError: the list cannot be read.
         """
         try:
             info = self._store.head(self._key)
-        except MissingKey:  # reindexed, or of an earlier version
+        except MissingKey:  # a reindexed source, or one from an earlier release
             return Rejected([], None, {}, 1.0)
         inside = 0 < after < info.size
         if after and not (inside and self._store.get(self._key, after - 1, 1) == b"\n"):
@@ -91,9 +92,9 @@ class RejectedList:
             return dict(self._reasons.most_common()), share
 
     def _lines(self, info: ObjectInfo, begin: int) -> Iterator[tuple[int, bytes]]:
-        """Yield lines from a place on, each with the place of the next one.
+        """Yield (offset of the next line, line) from an offset on.
 
-        Of a line that is too long to be read a part is kept; one of more than a stretch ends it.
+        Lines that are too long are cut; a line longer than a stretch ends the iteration.
         """
         at, rest, left_out = begin, b"", 0
         for offset in range(begin, info.size, _PIECE):
@@ -115,6 +116,6 @@ class RejectedList:
 
 
 def _rejected(line: bytes) -> dict[str, str]:
-    """Return what a line says, or that it cannot be read."""
+    """Return the fields of a line, or a note that the line is unreadable."""
     found = fields_of(line, ("key", "reason", "detail"))
     return found or {"key": "", "reason": UNREADABLE, "detail": begin_of(line)}

@@ -1,6 +1,6 @@
-"""What the server shows and to whom, and what all its pages have in common.
+"""The state of the server, and helpers that all pages share.
 
-Templates, numbers of addresses, forms of our own, and answers to what goes wrong: one line.
+The helpers cover templates, numbers in addresses, checked forms, and one-line error answers.
 """
 
 import hmac
@@ -32,27 +32,27 @@ from launch.web.statistics import Statistics
 from launch.web.steps import Steps
 
 HERE = Path(__file__).parent
-_FORM = 16 << 10  # bytes of a form
-_AGAIN_S = 1  # after which a page that shall come again does
+_FORM = 16 << 10  # most bytes of a form
+_AGAIN_S = 1  # seconds after which a busy page is loaded again
 
 
 @dataclass
 class Site:
-    """What there is to show, and to whom.
+    """Contents and access control of the server.
 
     Attributes:
         corpus: the sources.
-        media: their pictures.
-        statistics: counts them.
-        door: knows the sessions.
-        hosts: names that the server goes by.
+        media: pictures and videos of the sources.
+        statistics: counter of the sources.
+        door: keeper of the sessions.
+        hosts: host names of the server.
         cookie: name of the session's cookie.
-        secure: browsers reach it by https alone.
+        secure: True if browsers reach the server only by https.
         records: the catalogue, if there is one.
-        steps: of a configuration or a run, if one was given.
-        runs: folders of runs, beside those that the catalogue knows.
-        working: how many requests may plan, read or count at a time: each holds one of the threads
-            that all pages share.
+        steps: steps of a configuration or a run, if the user gave one.
+        runs: folders of runs, in addition to the runs in the catalogue.
+        working: limit of requests that plan, read or count at a time, because each occupies one of
+            the threads that all pages share.
     """
 
     corpus: Corpus
@@ -78,23 +78,23 @@ class Site:
         return self.records
 
     def needs_steps(self) -> Steps:
-        """Return the steps, of sources and tombstones as they are now.
+        """Return the steps for the current sources and tombstones.
 
         Raises:
-            NotHere: this server was started without a configuration. ComeAgain: they are being
-                read again. Whatever reading them does.
+            NotHere: this server was started without a configuration. ComeAgain: the steps are
+                being read again. Also any error of reading them.
         """
         if self.steps is None:
             raise NotHere("there are no steps here: start the server with --config or --run")
         return self.steps.now()
 
     def trains_on(self, source: ShownSource) -> bool:
-        """Whether there are steps in which a source is trained on."""
+        """Return whether the steps train on a source; False without steps."""
         return self.steps is not None and self.steps.last.trains_on(source)
 
 
 def templates() -> Environment:
-    """Return the templates: whatever they are given is escaped."""
+    """Return the templates, which escape all values."""
     found = Environment(
         loader=FileSystemLoader(HERE / "templates"),
         autoescape=True,
@@ -112,23 +112,23 @@ def templates() -> Environment:
     return found
 
 
-# What pages have --------------------------------------------------------------------------------
+# Parts of pages ---------------------------------------------------------------------------------
 
 
 def site_of(request: Request) -> Site:
-    """Return what the server shows."""
+    """Return the site of the server."""
     return request.app.state.site
 
 
 def session_of(request: Request) -> Session:
-    """Return the session of who asks."""
+    """Return the session of a request."""
     found = request.scope["session"]
     assert found is not None, "the gate lets nobody else through"
     return found
 
 
 def page(request: Request, template: str, status: int = 200, **values: Any) -> HTMLResponse:
-    """Return a page made by a template."""
+    """Return a page rendered from a template."""
     session: Session | None = request.scope.get("session")
     site = site_of(request)
     text = request.app.state.templates.get_template(template).render(
@@ -145,20 +145,20 @@ def page(request: Request, template: str, status: int = 200, **values: Any) -> H
 
 
 def html_answer(text: str, status: int = 200) -> HTMLResponse:
-    """Return HTML, where data may hold half of a character, which UTF-8 cannot have."""
+    """Return an HTML answer; replace lone surrogates from data, which UTF-8 cannot encode."""
     return HTMLResponse(text.encode("utf-8", "replace"), status)
 
 
 def ready(parts: Iterable[str]) -> Markup:
-    """Return HTML of `launch.pages`, which has escaped what came from data."""
+    """Return HTML of `launch.pages` as safe markup, because it has already escaped all data."""
     return Markup("\n".join(parts))
 
 
 def number(request: Request, name: str, default: int, least: int, most: int) -> int:
-    """Return a number of the address, or the default where it has none.
+    """Return a number from the address, or the default if the address has none.
 
     Raises:
-        ValueError: it is no whole number, or not within `least` to `most`.
+        ValueError: the value is not a whole number from `least` to `most`.
     """
     given = whole(request.query_params.get(name, ""), name)
     value = default if given is None else given
@@ -168,10 +168,10 @@ def number(request: Request, name: str, default: int, least: int, most: int) -> 
 
 
 def whole(text: str, name: str) -> int | None:
-    """Return a whole number, not below 0, as somebody wrote it; None for nothing.
+    """Parse a whole number of at least 0 from user input; return None for empty text.
 
     Raises:
-        ValueError: it is none; says so by `name`.
+        ValueError: the text is not such a number; the message contains `name`.
     """
     text = text.strip()
     if not text:
@@ -188,7 +188,7 @@ async def form_fields(request: Request) -> dict[str, str]:
     """Return the fields of a form.
 
     Raises:
-        HTTPException: it is none, or too long.
+        HTTPException: the request is not a form, or the form is too long or incomplete.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/x-www-form-urlencoded":
@@ -205,10 +205,10 @@ async def form_fields(request: Request) -> dict[str, str]:
 
 
 async def checked_form(request: Request, role: Role) -> dict[str, str]:
-    """Return the fields of one of our own forms, of a person who may send it.
+    """Return the fields of a form after checking its origin and the person's role.
 
     Raises:
-        HTTPException: it is not ours, or not for this person.
+        HTTPException: the form is not from this session, or the person lacks the role.
     """
     given, session = await form_fields(request), session_of(request)
     if not hmac.compare_digest(given.get("form", "").encode(), session.form.encode()):
@@ -218,11 +218,11 @@ async def checked_form(request: Request, role: Role) -> dict[str, str]:
     return given
 
 
-# What goes wrong ---------------------------------------------------------------------------------
+# Errors ------------------------------------------------------------------------------------------
 
 
 def told(request: Request, error: Exception) -> Response:
-    """Answer with one line that says what is wrong."""
+    """Answer with one line that describes the error."""
     message = user_message(error)
     if message is None:
         raise error
@@ -232,7 +232,7 @@ def told(request: Request, error: Exception) -> Response:
 
 
 def told_again(request: Request, error: Exception) -> Response:
-    """Answer that something takes longer, and when to ask again; a browser does so by itself."""
+    """Answer that the work takes longer, with a retry time; browsers retry automatically."""
     if request.method == "POST":
         answer = _wrong(request, str(error), 503)
     elif "hx-request" not in request.headers:
@@ -252,18 +252,18 @@ def told_again(request: Request, error: Exception) -> Response:
 
 
 def told_http(request: Request, error: Exception) -> Response:
-    """Answer with what Starlette, or a handler, refuses a request for."""
+    """Answer with the reason why Starlette or a handler refuses a request."""
     assert isinstance(error, HTTPException)
     return _wrong(request, f"{error.status_code}: {error.detail}", error.status_code)
 
 
 def told_nested(request: Request, error: Exception) -> Response:
-    """Answer to JSON that is nested beyond what Python follows; it is of the data."""
+    """Answer that JSON in the data is nested more deeply than Python can parse."""
     return _wrong(request, "a file of the data is JSON that is nested too deeply", 502)
 
 
 def fault(request: Request, error: Exception) -> Response:
-    """Answer without a word of the error, which the server's log has."""
+    """Answer without details of the error, which are in the server's log."""
     return _wrong(request, "this server has a fault; its log says which", 500)
 
 

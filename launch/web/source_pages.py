@@ -1,7 +1,7 @@
 """Pages of sources, of their samples as a grid, and of single samples with their media.
 
-A page of samples and the part of it that htmx asks for have one address; the answer says which
-page's address the browser is to show.
+A page of samples and the part of it that htmx requests share one address; the answer sets the
+address that the browser shows.
 """
 
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ from launch.web.corpus import Corpus, NotHere, ShownSource
 from launch.web.media import file_answer
 from launch.web.site import html_answer, page, ready, site_of, whole
 
-PAGE = 60  # samples that a page shows at first, and each time it is scrolled to its end
+PAGE = 60  # samples loaded at first, and at each scroll to the end
 _LARGE = 896  # pixels of the longer side of a sample's pictures
 _WORDS = 280  # characters of a text in the grid
 
 
 def sources(request: Request) -> Response:
-    """All sources."""
+    """Show all sources."""
     site = site_of(request)
     corpus, known = site.corpus, {}
     if site.records is not None:
@@ -50,7 +50,7 @@ def sources(request: Request) -> Response:
 
 
 def source(request: Request) -> Response:
-    """One source."""
+    """Show one source."""
     site = site_of(request)
     shown = site.corpus.source(request.path_params["name"])
     known = None
@@ -76,7 +76,7 @@ _NUMBERS = tuple(one.name for one in fields(Wanted) if one.name not in ("key", "
 
 @dataclass(frozen=True)
 class Asked:
-    """What a page of samples was asked for."""
+    """Request for a page of samples."""
 
     source: str
     category: str
@@ -85,7 +85,7 @@ class Asked:
 
     @property
     def query(self) -> str:
-        """Return it as part of an address, in one form."""
+        """Canonical query string of the request."""
         given = {"source": self.source, "category": self.category, **self.wanted.asks}
         if self.order != "stored":
             given["order"] = self.order
@@ -93,7 +93,7 @@ class Asked:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Return what stands in the fields of the form."""
+        """Values of the form's fields."""
         empty = dict.fromkeys((one.name for one in fields(Wanted)), "")
         chosen = {"source": self.source, "category": self.category, "order": self.order}
         return empty | self.wanted.asks | chosen
@@ -113,7 +113,7 @@ def _asked(request: Request) -> Asked:
 
 
 def samples(request: Request) -> Response:
-    """Samples as a grid: the page, the grid alone after a filter, or what follows on it."""
+    """Show samples as a grid: the whole page, only the grid after a filter, or further samples."""
     site, asked = site_of(request), _asked(request)
     chosen = site.corpus.chosen(asked.source, asked.category)
     after = request.query_params.get("after", "")
@@ -142,7 +142,7 @@ def samples(request: Request) -> Response:
 def _cards(
     corpus: Corpus, asked: Asked, chosen: Sequence[ShownSource], after: str
 ) -> tuple[list[tuple[str, Any]], str | None]:
-    """Return samples with their sources, and where to go on: "SOURCE:NUMBER"."""
+    """Return samples with their sources, and the position of the next one, "SOURCE:NUMBER"."""
     if asked.order == "longest":
         found = [
             (shown.name, one)
@@ -173,7 +173,7 @@ def _cards(
 
 
 def how_many(request: Request) -> Response:
-    """How many samples are as wanted."""
+    """Show how many samples match the request."""
     site, asked = site_of(request), _asked(request)
     corpus = site.corpus
     chosen = corpus.chosen(asked.source, asked.category)
@@ -183,7 +183,7 @@ def how_many(request: Request) -> Response:
 
 
 def words(request: Request) -> Response:
-    """The first words of a sample."""
+    """Show the first words of a sample."""
     shown = site_of(request).corpus.source(request.path_params["name"])
     document = shown.document(request.path_params["number"])
     texts = (
@@ -195,7 +195,7 @@ def words(request: Request) -> Response:
 
 
 def sample(request: Request) -> Response:
-    """One sample: its texts, its media with regions over them, what is known of it."""
+    """Show one sample: its texts, its media with regions on them, and its metadata."""
     site, at = site_of(request), request.path_params["number"]
     shown = site.corpus.source(request.path_params["name"])
     index, first = shown.around(at)
@@ -217,7 +217,7 @@ def sample(request: Request) -> Response:
 
 
 def _shown_medium(source: str, sample: int, medium: Medium) -> str:
-    """Return a medium as the browser shows the stored file itself."""
+    """Return HTML that shows the stored media file itself."""
     href = f"/media/{quote(source, safe='')}/{sample}/{quote(medium.name, safe='')}"
     if medium.name.endswith(".mp4"):
         return f'<video controls muted preload="metadata" src="{html.text(href)}"></video>'
@@ -225,7 +225,7 @@ def _shown_medium(source: str, sample: int, medium: Medium) -> str:
 
 
 def by_key(request: Request) -> Response:
-    """Go to a sample by its key."""
+    """Redirect to a sample by its key."""
     corpus, name = site_of(request).corpus, request.path_params["name"]
     key = request.path_params["key"]
     found = number_of(corpus.facts(corpus.source(name)), key)
@@ -235,13 +235,13 @@ def by_key(request: Request) -> Response:
 
 
 def medium(request: Request) -> Response:
-    """A media file, or a part of it."""
+    """Send a media file or a part of it."""
     site, at = site_of(request), request.path_params
     return site.media.file(request, site.corpus.source(at["name"]), at["number"], at["file"])
 
 
 def thumbnail(request: Request) -> Response:
-    """A small picture of a sample's first medium."""
+    """Send a thumbnail of a sample's first media file."""
     site, at = site_of(request), request.path_params
     found = site.media.small(site.corpus.source(at["name"]), at["number"])
     if found is None:
@@ -250,5 +250,5 @@ def thumbnail(request: Request) -> Response:
 
 
 def picture(request: Request) -> Response:
-    """A picture that a page made."""
+    """Send a picture that a page rendered."""
     return site_of(request).media.picture(request.path_params["name"])

@@ -1,4 +1,4 @@
-"""Statistics of sources for the page, in a process of their own, whose memory goes when it ends."""
+"""Computes statistics of sources for the page, in a short-lived process that returns its memory."""
 
 import threading
 from collections import OrderedDict
@@ -17,12 +17,12 @@ Choices = Mapping[str, ChosenSource | None]
 
 
 class Statistics:
-    """Counts sources, each set of them once; from any thread, one at a time.
+    """Counts each set of sources once, one set at a time; thread-safe.
 
     Args:
-        limits: under which tokens are counted.
-        seq_len: of rows; None without a configuration.
-        choices: name -> which samples the configuration chooses.
+        limits: patch limits for token counts.
+        seq_len: tokens per row; None without a configuration.
+        choices: source name -> samples that the configuration selects.
     """
 
     def __init__(self, limits: PatchLimits, seq_len: int | None, choices: Choices) -> None:
@@ -34,8 +34,8 @@ class Statistics:
         """Return the statistics of sources as HTML.
 
         Args:
-            files: their facts.
-            against: facts that the one source is compared with.
+            files: facts of the sources.
+            against: facts to compare the single source with.
 
         Raises:
             FactsError: a file cannot be read.
@@ -60,7 +60,7 @@ def counted(
     seq_len: int | None,
     choices: Choices,
 ) -> str:
-    """Count sources and return what the page shows of it; runs in the other process."""
+    """Count sources and return the HTML of the page; runs in the other process."""
     from launch.pages.count_page import count_body
 
     named = {one.name: one for one in files}

@@ -1,4 +1,4 @@
-"""Pages of a run's steps: rows, blends, draws of a sample; and statistics of sources."""
+"""Pages of a run's steps (rows, blends, draws of a sample) and of statistics."""
 
 from collections.abc import Callable, Mapping
 from functools import wraps
@@ -15,7 +15,7 @@ from launch.web.steps import MOST_EPOCHS, MOST_ROWS, MOST_STEPS
 
 
 def _few_at_once(handler: Callable[[Request], Response]) -> Callable[[Request], Response]:
-    """Have a page that may take long answered for a few at a time, and the others told so."""
+    """Limit concurrent slow requests; refuse the rest with a retry hint."""
 
     @wraps(handler)
     def gated(request: Request) -> Response:
@@ -32,7 +32,7 @@ def _few_at_once(handler: Callable[[Request], Response]) -> Callable[[Request], 
 
 @_few_at_once
 def rows(request: Request) -> Response:
-    """Rows of a step as the model gets them."""
+    """Show rows of a step as the model gets them."""
     site = site_of(request)
     steps = site.needs_steps()
     step = number(request, "step", steps.first, 1, 10**12)
@@ -47,7 +47,7 @@ def rows(request: Request) -> Response:
 
 @_few_at_once
 def blend(request: Request) -> Response:
-    """What the next steps are made of."""
+    """Show the mixture of sources in some steps."""
     steps = site_of(request).needs_steps()
     step = number(request, "step", steps.first, 1, 10**12)
     left = max(1, min(MOST_STEPS, steps.last - step + 1))
@@ -58,7 +58,7 @@ def blend(request: Request) -> Response:
 
 @_few_at_once
 def draws(request: Request) -> Response:
-    """A sample in several epochs of a run."""
+    """Show a sample in several epochs of a run."""
     site, at = site_of(request), request.path_params["number"]
     shown, steps = site.corpus.source(request.path_params["name"]), site.needs_steps()
     first = number(request, "first", 0, 0, 10**6)
@@ -88,7 +88,7 @@ def draws(request: Request) -> Response:
 
 
 def statistics(request: Request) -> Response:
-    """The page of statistics, which are counted after it is there."""
+    """Show the page of statistics, which loads the figures later."""
     site, given = site_of(request), request.query_params
     asked = {key: given.get(key, "") for key in ("source", "category", "against")}
     _counted_files(site.corpus, asked)
@@ -101,7 +101,7 @@ def statistics(request: Request) -> Response:
 
 @_few_at_once
 def counted(request: Request) -> Response:
-    """The statistics themselves."""
+    """Send the figures of the statistics page."""
     site, given = site_of(request), request.query_params
     asked = {key: given.get(key, "") for key in ("source", "category", "against")}
     files, against = _counted_files(site.corpus, asked)

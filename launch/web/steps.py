@@ -1,4 +1,4 @@
-"""Steps of a run for the page: their rows, what they are made of, and draws of a sample."""
+"""Steps of a run for the page: their rows, their mixture of sources, and draws of a sample."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,25 +19,25 @@ from launch.web.corpus import Medium, NotHere, ShownSource
 
 MOST_ROWS, MOST_STEPS, MOST_EPOCHS = 16, 200, 12
 SLICE_S = 2.0
-"""So long a request plans steps; what it planned is kept, and the page comes again by itself."""
+"""Seconds that a request plans steps; the page then retries, and the planned steps are kept."""
 
 MOST_BYTES = 256 << 20
-"""Memory that the rows of a page may take, with the media files in them; one page at a time."""
+"""Most bytes of memory for the rows of a page and their media files; one page at a time."""
 
 _KEPT = 4096  # steps whose sums are kept
 
 
 class Steps:
-    """The steps of one configuration, or of a run as it was.
+    """Steps of a configuration, or of a run as it was.
 
     Args:
-        title: what is shown: a configuration, or a run's folder.
-        config: its data.
-        last: the last step that may be asked for, from 1.
-        planner: of it.
-        store: of its data.
-        tokenizer: of its sources.
-        begin: state before its first step; None: it began with nothing.
+        title: name of the configuration or run.
+        config: data section of the configuration.
+        last: last step that may be requested, from 1.
+        planner: data planner of the run.
+        store: store of the data.
+        tokenizer: tokenizer of the sources.
+        begin: state before the first step; None for a run that starts from scratch.
 
     Raises:
         IndexMismatch: a source was made with another tokenizer.
@@ -60,22 +60,22 @@ class Steps:
 
     @property
     def first(self) -> int:
-        """The first step of the run, from 1."""
+        """First step of the run, from 1."""
         return self._reader.first + 1
 
     def rows(self, step: int, first: int, count: int, src: Src, decode: Decode) -> Iterator[str]:
-        """Yield rows of a step as HTML, read when the first part is asked for.
+        """Return rows of a step as an iterator of HTML parts; read them immediately.
 
         Args:
-            step: from 1, as in metrics.jsonl.
-            first: row, from 0.
-            count: of rows.
-            src: takes the pictures.
-            decode: a media file.
+            step: number from 1, as in metrics.jsonl.
+            first: first row, from 0.
+            count: number of rows.
+            src: stores the pictures.
+            decode: decodes a media file.
 
         Raises:
-            ValueError: no such step or row. ComeAgain: ask again. IndexMismatch, StoreError: it
-                cannot be read.
+            ValueError: no such step or row. ComeAgain: the request has to be repeated.
+            IndexMismatch, StoreError: the rows cannot be read.
         """
         until = time.monotonic() + SLICE_S
         self._check(step, 1)
@@ -88,10 +88,11 @@ class Steps:
         return rows_body(found, src)
 
     def blend(self, step: int, count: int) -> Iterator[str]:
-        """Yield what some steps are made of, as HTML.
+        """Return the mixture of sources in some steps, as an iterator of HTML parts.
 
         Raises:
-            ValueError: no such steps; DataUsedUp: the data end before. ComeAgain: ask again.
+            ValueError: no such steps. DataUsedUp: the data end before them. ComeAgain: the request
+                has to be repeated.
         """
         until = time.monotonic() + SLICE_S
         if not 1 <= count <= MOST_STEPS:
@@ -123,7 +124,7 @@ class Steps:
             )
 
     def trains_on(self, shown: ShownSource) -> bool:
-        """Whether a source is trained on, whatever was redacted in it since."""
+        """Return whether the steps train on a source, regardless of later redactions."""
         return any(
             (index.name, index.identity) == (shown.name, shown.identity)
             for index in self._planner.indices
@@ -138,16 +139,17 @@ class Steps:
         src: Src,
         decode: Decode,
     ) -> Iterator[str]:
-        """Yield a sample in several epochs, as HTML.
+        """Return a sample in several epochs, as an iterator of HTML parts.
 
         Args:
             read: returns the bytes of a media file of the sample.
-            src: takes the pictures.
-            decode: an image.
+            src: stores the pictures.
+            decode: decodes an image.
 
         Raises:
-            NotHere: the configuration has no such source. ValueError: it leaves the sample out.
-            IndexMismatch, StoreError: it cannot be read. Whatever `read` does.
+            NotHere: the configuration has no such source, or another content of it.
+            ValueError: the configuration leaves the sample out. IndexMismatch, StoreError: the
+                sample cannot be read. Also any error of `read`.
         """
         for source in self._planner.sources:
             if source.index.name == shown.name:
@@ -166,9 +168,9 @@ class Steps:
         return draws_body(source, sample, document, file, limits, epochs, src, decode)
 
     def tombstones(self) -> list[str]:
-        """Return what is to be said of tombstones, in lines."""
+        """Return lines about the tombstones."""
         return self._planner.tombstones.notices()
 
     def close(self) -> None:
-        """End its threads."""
+        """Stop the threads of the reader."""
         self._reader.close()

@@ -1,4 +1,4 @@
-// Takes the token of the printed address, which stands after "#", into the form.
+// Copies the token after "#" in the printed address into the form.
 "use strict";
 const token = new URLSearchParams(location.hash.slice(1)).get("token");
 if (token) {
