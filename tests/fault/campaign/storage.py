@@ -202,6 +202,8 @@ def server_odd(campaign: Campaign, proxy: FaultProxy, bucket: str) -> None:
         # The first answer shows an S3 server; from another one odd answers end the start at once.
         wait_until(lambda: len(proxy.requests) > asked + 1, "a first request")
         proxy.faults = odd
+        training.wait()
+        proxy.faults = []  # what follows reads the place from a process that has seen no S3 yet
         after_strike(training, result, straight, place, 0)
     result.noticed_s, result.again = None, 0
     if training.process.returncode:
