@@ -76,7 +76,7 @@ class Records(Protocol):
         ...
 
     def user(self, name: str, contents: frozenset[str]) -> str | None:
-        """Return why a run needs this folder's source or one of these contents; None if none does."""
+        """Return why a run needs a folder's source or one of these contents; None if none does."""
         ...
 
     def has_facts(self, content: str) -> bool:
