@@ -1,1 +1,3 @@
-"""Copies of sources in other places: what belongs to one, what is missing there, and its bytes."""
+"""Copies sources between stores: finds the files of a source, copies the missing ones, verifies
+them.
+"""

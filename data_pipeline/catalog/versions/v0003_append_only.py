@@ -1,5 +1,4 @@
 """0003: triggers that keep the audit log append-only and check an entry's sequence and user.
-user.
 
 Only the owner of the database can drop the triggers; nobody else can bypass them, whatever the
 grants. SQLite has no users, so there the triggers only prevent mistakes.
