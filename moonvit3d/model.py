@@ -56,7 +56,7 @@ class PatchEmbed(nn.Module):
         self.pos_emb = Positions(config.pos_grid, config.width)
 
     def forward(self, patches: Tensor, grids: Sequence[Grid], share: Share | None = None) -> Tensor:
-        """Embed normalised patches [L + padding, 3, 14, 14]; returns [L + padding, C]."""
+        """Embed normalised patches [L + padding, 3, 14, 14]; return [L + padding, C]."""
         flat_LK = rearrange(patches, "l c p q -> l (c p q)")
         weight_CK = rearrange(self.proj.weight, "c k p q -> c (k p q)")
         x_LC = F.linear(flat_LK, weight_CK, self.proj.bias)
@@ -233,8 +233,8 @@ def initialise(encoder: VisionEncoder, seed: int) -> VisionEncoder:
 
     Each parameter draws from its own generator, keyed by (seed, name), in float32 on the CPU, so
     device and dtype do not matter either. Biases are 0; norms have weight 1 and bias 0. Linear
-    weights are truncated normals with Glorot's std sqrt(2 / (fan_in + fan_out)), where q, k and v
-    count as three matrices: 0.029 at Kimi's width. It also suits a small config, where a fixed 0.02
+    weights are truncated normals with Glorot's std sqrt(2 / (fan_in + fan_out)); q, k and v count
+    as three matrices. The std is 0.029 at Kimi's width. In a small config, a fixed std of 0.02
     would make the signal ten times too small. The patch embedding uses 1 / sqrt(fan_in), and the
     position grid `config.pos_init_std`.
     """

@@ -82,12 +82,12 @@ def register(
 def rebuild(
     catalog: Catalog, store: Store, endpoint: str | None
 ) -> tuple[list[tuple[str, bool]], list[str]]:
-    """Register all finished sources under a root from their own files alone.
+    """Register all finished sources under a root, using only their own files.
 
     All of them are staged, because states, licences and owners exist only in the catalogue.
 
     Returns:
-        Results of `register` for the sources registered; error messages for the other sources.
+        Results of `register` for the registered sources; error messages for the other sources.
     """
     taken, problems = [], []
     for name in sources_at(store):

@@ -1,8 +1,8 @@
 """Holds: shards that must not be redacted or removed until the hold ends.
 
 `NAME/holds.json` in the source's folder lists them, so that a hold needs no catalogue and covers
-every source that shares the shards. No command of this project redacts or removes a held shard. To
-bind other software as well, the bucket's legal hold is set on the shards where it has object lock.
+every source that shares the shards. No command of this project redacts or removes a held shard. On
+buckets with object lock, the shards also get the bucket's legal hold, which binds other software.
 Only a probe proves that the hold works: some servers accept a hold and delete the object anyway.
 """
 

@@ -43,7 +43,7 @@ class Root:
         return self._indices[name]
 
     def redacted(self, name: str, *, own: bool) -> list[int]:
-        """Return a source's redacted samples in order: those in its own folder, or all others."""
+        """Return a source's redacted samples in order, in its own folder or in other folders."""
         if "redacted" not in self.manifests[name]:
             return []
         index = self.index(name)
@@ -82,7 +82,9 @@ def add_spots(spots: Spots, root: Root, index: SourceIndex, numbers: Sequence[in
 
 
 def check_spots(root: Root, name: str, spots: Spots) -> None:
-    """Check that a source agrees with the others on some spots and lists those in its own shards.
+    """Check that a source agrees with the other sources on some spots.
+
+    It must also list every spot in its own shards.
 
     Raises:
         ValueError: bytes of other samples would be overwritten.

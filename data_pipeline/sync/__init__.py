@@ -1,3 +1,1 @@
-"""Copies sources between stores: finds the files of a source, copies the missing ones, verifies
-them.
-"""
+"""Copies sources between stores: finds a source's files, copies missing files, verifies them."""

@@ -70,7 +70,7 @@ def sidecars(name: str) -> tuple[str, ...]:
 
 
 def find_sources(store: Store, wanted: Sequence[str]) -> list[str]:
-    """Return the names of all sources under a root, or of those wanted, sorted.
+    """Return the names of all sources under a root, or of the wanted sources, sorted.
 
     Costs one listing of the folders, and one request per folder.
 

@@ -59,7 +59,7 @@ class Meter:
             self._total += size
 
     def add(self, size: int) -> None:
-        """Add bytes to those done; a negative number removes bytes that must be sent again."""
+        """Count bytes as done; a negative size takes back bytes that must be sent again."""
         with self._lock:
             self._done += size
             self._progress(self._done, self._total)

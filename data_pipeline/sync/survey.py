@@ -1,10 +1,9 @@
-"""Finds which files of some sources the target has, which are missing, and conflicts; changes
-nothing.
+"""Finds files of sources that the target of a sync has, lacks, or has with other content.
 
-All conflicts in the target are found before the first write of a sync. A file costs one HEAD
-request if a manifest in the target or the journal of a killed sync vouches for it; a manifest does
-because it is written last, after all its files were compared. Any other file of the right size is
-read and hashed.
+Nothing is changed here, so all conflicts in the target are found before the first write of a sync.
+A file costs one HEAD request if a manifest in the target or the journal of a killed sync vouches
+for it. A manifest can vouch for its files because it is written last, after all of them were
+compared. Any other file of the right size is read and hashed.
 """
 
 from collections.abc import Iterable, Sequence

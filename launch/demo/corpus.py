@@ -118,7 +118,7 @@ def describe(index: SourceIndex, samples: list[CrudeSample], seconds: float) -> 
     patches = sizes.grid.prod(axis=1)
     longest = int(sizes.length.max())
     if longest > ROW_TOKENS:
-        # Training would leave it out silently.
+        # Training would skip the sample silently.
         raise ValueError(
             f"source {index.name}: sample {index.key[int(sizes.length.argmax())]} has {longest} "
             f"tokens, a row of the tiny model {ROW_TOKENS}"
