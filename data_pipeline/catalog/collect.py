@@ -231,7 +231,7 @@ def _let_go(connection: Connection, root: str, endpoint: str) -> set[tuple[str, 
 def to_archive(
     catalog: Catalog, root: str, endpoint: str, days: float, now: datetime
 ) -> list[tuple[str, int, str]]:
-    """Return (version, revision, why) of versions at a root deprecated for at least `days`."""
+    """Return (version, revision, reason) of versions at a root deprecated for at least `days`."""
     with catalog.read() as connection:
         since = _since(connection)
         return [

@@ -1,6 +1,6 @@
 """Garbage collection: lists unneeded objects under a root and removes them after a grace period.
 
-1. `propose` lists what is provably unneeded. It reads the manifests, holds and journals under the
+1. `propose` lists provably unneeded objects. It reads the manifests, holds and journals under the
    root, the catalogue and the run folders (`needed`), and changes nothing.
 2. `Plan.save` writes the list to a file (`collect_plan`).
 3. `apply` computes the list again after the grace period, while it holds the claims of all sources
@@ -73,7 +73,7 @@ _CHECK_S = 5.0
 def propose(
     store: Store, records: Records, facts: Store | None = None
 ) -> tuple[tuple[Thing, ...], tuple[tuple[str, str], ...]]:
-    """Return what may be removed from a root, and (folder, why) of archived sources that may not.
+    """Return removable things of a root, and (folder, reason) of archived sources that must stay.
 
     Args:
         store: rooted at the folder of the sources.
@@ -161,7 +161,7 @@ def _claimed(store: Store, plan: Plan) -> Iterator[tuple[dict[str, Claim], dict[
     """Claim the folders of all finished sources and of everything in the plan.
 
     The claims keep other processes from redacting, holding, syncing into or appending to these
-    sources. Yields the claims, and (folder -> why) of unfinished sources that another process is
+    sources. Yields the claims, and (folder -> reason) of unfinished sources that another process is
     writing.
 
     Raises:

@@ -132,8 +132,8 @@ class Plan:
         audit: head of the catalogue's audit log at that time.
         options: command options, which `apply` uses again.
         things: ordered by `KINDS`, then by name.
-        kept: (folder, why) of archived sources that are needed.
-        archive: (version, revision, why) of versions to be archived before the plan is applied.
+        kept: (folder, reason) of archived sources that are needed.
+        archive: (version, revision, reason) of versions to be archived before the plan is applied.
         clock: boot clock of the machine that made the plan (`boot_clock`).
     """
 

@@ -110,7 +110,7 @@ def sources_that_may_go(
     taken: Mapping[str, str] | None = None,
     only: set[str] | None = None,
 ) -> tuple[dict[str, Retired], dict[str, str]]:
-    """Return the sources that may be removed, and folder -> why for archived ones that may not.
+    """Return the sources that may be removed, and folder -> reason for archived ones that may not.
 
     Args:
         taken: sources that the catalogue has marked as removed by the plan being applied.

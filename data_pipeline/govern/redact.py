@@ -474,7 +474,7 @@ def _removable(
 
 
 def _hold(store: Store, folders: Set[str], held: ExitStack) -> dict[str, str]:
-    """Claim source folders until `held` closes; return folder -> why for claims that fail."""
+    """Claim source folders until `held` closes; return folder -> reason for claims that fail."""
     busy: dict[str, str] = {}
     claims: dict[str, Claim] = {}
     for name in sorted(folders):
