@@ -1,9 +1,9 @@
 """MoonViT-3D: the native-resolution image and video encoder of Kimi K2.5, with its projector.
 
 `geometry` (sizes and token counts, integers only), `media` (bytes to pixels) and `preprocess`
-(pixels to patches) need no torch; `model` holds the network, `weights` its checkpoints. Names
-are loaded on first use, so a data process that only counts tokens never imports torch. The package
-knows nothing of training and works alone, with the base class in `typed_config`.
+(pixels to patches) need no torch; `model` has the network, `weights` its checkpoints. Names are
+loaded on first use, so a data process that only counts tokens never imports torch. The package does
+not depend on the training code; it needs only the base class in `typed_config`.
 """
 
 from importlib import import_module

@@ -1,8 +1,8 @@
-"""Attention inside each item of a pack, and nothing across items.
+"""Attention within each item of a pack, never across items.
 
-Functions with one signature: a plain reference that the others are tested against,
-`scaled_dot_product_attention` item by item (any device, any float type), and torch's
-variable-length kernel for CUDA. `choose` is the only place that picks.
+Three functions share one signature: a plain reference for tests, `scaled_dot_product_attention`
+item by item (any device, any float type), and torch's variable-length kernel for CUDA. `choose`
+selects one of them.
 
 Shape suffixes: L packed patches, N heads, H head width.
 """
@@ -25,7 +25,7 @@ FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Segments:
-    """Where the items of a pack begin and end.
+    """Boundaries of the items of a pack.
 
     Args:
         lengths: patches of each item.
@@ -37,13 +37,13 @@ class Segments:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> "Segments":
-        """Segments of the given lengths, one after the other."""
+        """Return consecutive segments of the given lengths."""
         ends = np.cumsum([0, *lengths], dtype=np.int32)
         return cls(tuple(lengths), torch.from_numpy(ends).to(device))
 
 
 def attend_reference(q_LNH: Tensor, k_LNH: Tensor, v_LNH: Tensor, segments: Segments) -> Tensor:
-    """The definition: softmax(q k / sqrt(H)) v inside every segment, [L, N, H]."""
+    """Compute softmax(q k / sqrt(H)) v in every segment, [L, N, H], by the definition."""
     out = []
     parts = (x.split(segments.lengths) for x in (q_LNH, k_LNH, v_LNH))
     for q, k, v in zip(*parts):
@@ -53,24 +53,25 @@ def attend_reference(q_LNH: Tensor, k_LNH: Tensor, v_LNH: Tensor, segments: Segm
 
 
 def attend_sdpa(q_LNH: Tensor, k_LNH: Tensor, v_LNH: Tensor, segments: Segments) -> Tensor:
-    """One fused attention call per segment, [L, N, H]."""
+    """Compute attention with one fused call per segment, [L, N, H]."""
     whole = (rearrange(x, "l n h -> 1 n l h") for x in (q_LNH, k_LNH, v_LNH))
     parts = zip(*(x.split(segments.lengths, dim=2) for x in whole))
-    # The kernel writes [l, n, h], so that turning each part back moves no data.
+    # The kernel writes [l, n, h], so this transpose moves no data.
     out = [F.scaled_dot_product_attention(*part).transpose(1, 2) for part in parts]
     return torch.cat(out, dim=1)[0]
 
 
 def attend_varlen(q_LNH: Tensor, k_LNH: Tensor, v_LNH: Tensor, segments: Segments) -> Tensor:
-    """All segments in one FlashAttention call, [L, N, H]. CUDA, bfloat16 or float16.
+    """Compute attention of all segments in one FlashAttention call, [L, N, H].
 
-    Its backward is deterministic under `torch.use_deterministic_algorithms(True)` only.
+    Requires CUDA and bfloat16 or float16. The backward pass is deterministic only under
+    `torch.use_deterministic_algorithms(True)`.
     """
     from torch.nn.attention.varlen import varlen_attn
 
     ends, longest = segments.cu_seqlens, max(segments.lengths)
     out_LNH = varlen_attn(q_LNH, k_LNH, v_LNH, ends, ends, longest, longest)
-    assert isinstance(out_LNH, Tensor)  # a tuple comes only when the log-sum is asked for
+    assert isinstance(out_LNH, Tensor)  # a tuple is returned only on request of the log-sum
     return out_LNH
 
 
@@ -78,7 +79,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Segments], Tensor]
 
 
 def attend(q_LNH: Tensor, k_LNH: Tensor, v_LNH: Tensor, segments: Segments) -> Tensor:
-    """Attention inside each segment, by the function that suits the device and type.
+    """Compute attention in each segment with the best function for the device and dtype.
 
     Args:
         q_LNH, k_LNH, v_LNH: queries, keys and values [L, heads, head_dim] of the packed items.
@@ -96,7 +97,7 @@ def attend(q_LNH: Tensor, k_LNH: Tensor, v_LNH: Tensor, segments: Segments) -> T
 def choose(
     device_type: str, dtype: torch.dtype, head_dim: int, capability: tuple[int, int]
 ) -> tuple[Attend, str]:
-    """The attention function to use, and why it is not the fast one ("" where nothing is lost)."""
+    """Return the attention function, and why it is slower than necessary ("" if it is not)."""
     if device_type in ("cpu", "meta"):
         return attend_sdpa, ""
     if device_type != "cuda":

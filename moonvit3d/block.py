@@ -1,7 +1,7 @@
 """One pre-norm transformer block of MoonViT-3D.
 
-Layout and names are the released checkpoint's: fused `wqkv` in the order q | k | v, each
-head-major, and an MLP with the tanh form of GELU; every layer has biases.
+Layout and names are those of the released checkpoint: fused `wqkv` in the order q | k | v, each
+head-major, and an MLP with the tanh form of GELU. Every layer has biases.
 
 Shape suffixes: L packed patches, C width, N heads, H head width, P rotary pairs, K = 3 * C.
 """
@@ -18,7 +18,7 @@ from moonvit3d.positions import rotate_qkv
 
 
 class MLP(nn.Module):
-    """Two linear layers around tanh-GELU; [L, C] to [L, C]."""
+    """Two linear layers with tanh-GELU between them; maps [L, C] to [L, C]."""
 
     def __init__(self, width: int, hidden: int):
         super().__init__()
@@ -26,12 +26,12 @@ class MLP(nn.Module):
         self.fc1 = nn.Linear(hidden, width)
 
     def forward(self, x_LC: Tensor, lengths: Sequence[int]) -> Tensor:
-        """[L, C] to [L, C]; `lengths` are the rows of each item."""
+        """Apply the MLP, [L, C] to [L, C]; `lengths` are the rows of each item."""
         return rows.gelu_linear(self.fc0(x_LC), self.fc1, lengths, "tanh")
 
 
 class Block(nn.Module):
-    """Attention over an item's patches in space and time, then the MLP."""
+    """Attention over an item's patches in space and time, followed by the MLP."""
 
     def __init__(self, config: MoonViTConfig):
         super().__init__()
@@ -45,13 +45,13 @@ class Block(nn.Module):
     def forward(
         self, x_LC: Tensor, rotary_LP: Tensor, segments: Segments, attend: Attend = attend
     ) -> Tensor:
-        """One block.
+        """Apply the block.
 
         Args:
             x_LC: packed patches [L, C].
             rotary_LP: each patch's rotation as complex numbers [L, head_dim / 2].
-            segments: the items' boundaries; a patch attends to its own item only.
-            attend: how; another way where an item is shared with other devices.
+            segments: the items' boundaries; a patch attends only to its own item.
+            attend: attention function; replaced if an item is shared with other devices.
 
         Returns:
             [L, C].
@@ -62,7 +62,7 @@ class Block(nn.Module):
     def attention(
         self, x_LC: Tensor, rotary_LP: Tensor, segments: Segments, attend: Attend
     ) -> Tensor:
-        """The attention branch, [L, C] to [L, C]."""
+        """Apply the attention branch, [L, C] to [L, C]."""
         qkv_LK = rotate_qkv(self.wqkv(x_LC), rotary_LP, self.heads, segments.lengths)
         q_LNH, k_LNH, v_LNH = rearrange(
             qkv_LK, "l (three n h) -> three l n h", three=3, n=self.heads

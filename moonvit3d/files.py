@@ -1,7 +1,7 @@
-"""Checkpoint files: opened without being read, read tensor by tensor, written whole or not at all.
+"""Checkpoint files: opened without reading the data, read per tensor, written atomically.
 
-A checkpoint is one safetensors file, or several with an index that says which tensor is where;
-of those, only the files that hold vision tensors are opened.
+A checkpoint is one safetensors file, or several files with an index from tensors to files. Only the
+files that contain vision tensors are opened.
 """
 
 import json
@@ -32,12 +32,12 @@ from moonvit3d.safetensors_io import (
     write_tensors,
 )
 
-KEY = "moonvit3d"  # of the metadata that hold the sizes
+KEY = "moonvit3d"  # metadata key of the sizes
 CONSTANTS = ("norm_eps", "rope_theta")
-# An index names files of its own folder; one of a stranger could name any file.
+# An index may only name files in its own folder; an untrusted index could name any file.
 _PLAIN = re.compile(r"[^/\\\0.][^/\\\0]*")
-HEAD_DIM = 72  # Kimi's and SigLIP-SO400M's: the number of heads leaves no trace in any shape
-POS_GRID = 64  # Kimi's
+HEAD_DIM = 72  # as in Kimi and SigLIP-SO400M; no tensor shape shows the number of heads
+POS_GRID = 64  # as in Kimi
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class VisionCheckpoint:
     """Open files whose tensors are read on demand.
 
     Args:
-        prefix: what stands before every name.
-        files: tensor name to the file that holds it, skipped tensors included.
+        prefix: common prefix of all names.
+        files: tensor name -> file that contains it, including skipped tensors.
         headers: of every tensor that is not skipped.
-        stated: the sizes that `save` or `convert` noted; empty for files of other writers.
+        stated: the sizes recorded by `save` or `convert`; empty for files of other programs.
     """
 
     path: Path
@@ -60,12 +60,12 @@ class VisionCheckpoint:
     stated: Mapping[str, Any]
 
     def plan(self, config: MoonViTConfig, part: Part | None) -> dict[str, tuple[str, ...]]:
-        """`layouts.plan` with the file's name in its errors, and the stated constants checked."""
+        """Call `layouts.plan`, add the file name to its errors, and check recorded constants."""
         try:
             _, makings = layouts.plan(self.headers, config, part)
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from None
-        for name in ("heads", *CONSTANTS):  # the sizes that no shape shows
+        for name in ("heads", *CONSTANTS):  # values that no shape shows
             if self.stated.get(name, getattr(config, name)) != getattr(config, name):
                 raise ValueError(
                     f"{self.path} was written with {name} = {self.stated[name]}: "
@@ -74,7 +74,7 @@ class VisionCheckpoint:
         return makings
 
     def read(self, name: str, sources: Sequence[str], config: MoonViTConfig) -> Tensor:
-        """The released tensor `name`; ValueError where a number is not finite."""
+        """Return the released tensor `name`; raise ValueError if a value is not finite."""
         pieces = []
         for source in sources:
             piece = self.handles[self.files[source]].get_tensor(source)
@@ -89,12 +89,12 @@ class VisionCheckpoint:
         return layouts.assemble(self.layout, name, pieces, config)
 
     def of_part(self, part: Part) -> list[TensorHeader]:
-        """Headers of a part's tensors; every layout that has a projector calls it mm_projector."""
+        """Return the headers of a part's tensors; all layouts name the projector mm_projector."""
         projector = part == "mm_projector"
         return [h for name, h in self.headers.items() if ("mm_projector." in name) == projector]
 
     def shape_sizes(self) -> dict[str, int]:
-        """The sizes that shapes show: all but the heads, and the projector's where there is one."""
+        """Return the sizes that shapes show: all except the heads; the projector's if present."""
         block = "vision_tower.encoder.blocks.{i}."
         (fc0,) = self.layout.sources(f"{block}mlp.fc0.weight")
         numbered = re.escape(self.prefix + fc0).replace(re.escape("{i}"), r"(\d+)")
@@ -118,7 +118,7 @@ class VisionCheckpoint:
         return header.shape[0]
 
     def config(self, heads: int | None, pos_grid: int | None) -> MoonViTConfig:
-        """The config of an encoder that this checkpoint fills."""
+        """Return the config of the encoder that this checkpoint fills."""
         sizes: dict[str, Any] = self.shape_sizes()
         sizes |= {name: self.stated[name] for name in CONSTANTS if name in self.stated}
         if self.layout is layouts.SIGLIP:
@@ -140,7 +140,7 @@ class VisionCheckpoint:
 
 @contextmanager
 def opened(path: Path) -> Iterator[VisionCheckpoint]:
-    """Open the files that hold vision tensors and read their headers."""
+    """Open the files that contain vision tensors and read their headers."""
     path = _find(path)
     with ExitStack() as stack:
         handles: dict[Path, Any] = {}
@@ -179,7 +179,7 @@ def opened(path: Path) -> Iterator[VisionCheckpoint]:
 
 
 def _find(path: Path) -> Path:
-    """The file or index that a path means."""
+    """Return the file or index for a path."""
     if path.is_dir():
         found = [path / name for name in (INDEX, SINGLE) if (path / name).is_file()]
         if len(found) > 1:
@@ -223,7 +223,7 @@ def _stated(path: Path, metadata: Mapping[str, str] | None) -> dict[str, Any]:
 def write(
     path: Path, tensors: Mapping[str, Tensor], sizes: Mapping[str, Any], overwrite: bool
 ) -> None:
-    """Write a safetensors file that holds the sizes as metadata; one tensor leaves the device."""
+    """Write a safetensors file with sizes as metadata; copy one tensor at a time to the host."""
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists: overwrite=True (--overwrite) replaces it")
     entries = {name: entry_of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}

@@ -1,7 +1,7 @@
 """Floating-point operations of the encoder, for cost models. numpy only.
 
 Counts the matrix products of the forward pass, two operations per multiply-add. The position
-interpolation is left out: at Kimi K2.5's size it is 0.03% of the linear part.
+interpolation is omitted: at Kimi K2.5's size it is 0.03% of the linear part.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,16 @@ from moonvit3d.geometry import PATCH, num_tokens
 def flops(
     grids: Sequence[tuple[int, int, int]] | np.ndarray, config: MoonViTConfig
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Forward operations of each item, projector included.
+    """Return the forward operations of each item, projector included.
 
     Args:
         grids: (t, h, w) patch grids, or an integer array [n, 3].
         config: sizes of the encoder.
 
     Returns:
-        (linear, quadratic), both int64 [n]: the part that grows with an item's patches, and the
-        attention products, which grow with their square. A backward pass costs twice the forward.
+        (linear, quadratic), both int64 [n]: the operations that grow with an item's patches, and
+        those of the attention products, which grow with their square. A backward pass costs twice
+        the forward pass.
     """
     t, h, w = np.asarray(grids, dtype=np.int64).reshape(-1, 3).T
     patches, tokens = t * h * w, num_tokens(t, h, w)

@@ -1,11 +1,11 @@
 """Sizes and token counts of images and video chunks, in plain integers.
 
-The one place that says how large an item is on the patch grid and how many language-model tokens
-it becomes; data pipeline, planner and model all ask here. The rules are those of Kimi K2.5's
-released processor (`navit_resize` and its video sampling): shrink, never enlarge, until the patch
-limits hold, then pad right and bottom to whole 28-pixel tokens. The size that the limits bound is
-the one *before* padding: an image shrunk to 16,384 patches can be padded to a few per cent more, so
-a row that must hold the largest image needs more than `limits.image / 4` tokens.
+The single definition of an item's size on the patch grid and of its number of language-model
+tokens; data pipeline, planners and model all use it. The rules are those of Kimi K2.5's released
+processor (`navit_resize` and its video sampling): shrink, never enlarge, until the patch limits
+hold, then pad right and bottom to whole 28-pixel tokens. The limits bound the size *before*
+padding. An image shrunk to 16,384 patches can be padded to a few per cent more, so a row for the
+largest image needs more than `limits.image / 4` tokens.
 """
 
 import math
@@ -20,40 +20,40 @@ from pydantic import Field
 
 from typed_config.section import Section
 
-PATCH = 14  # pixels on a patch's side
-MERGE = 2  # patches on a token's side
-MAX_FRAMES = 4  # frames of one video chunk, pooled into the tokens of one
-TOKEN = PATCH * MERGE  # pixels on a token's side
-SAMPLE_FPS = 2.0  # frames a second that a video is sampled at
+PATCH = 14  # side of a patch in pixels
+MERGE = 2  # side of a token in patches
+MAX_FRAMES = 4  # maximum frames per video chunk, pooled into the tokens of one frame
+TOKEN = PATCH * MERGE  # side of a token in pixels
+SAMPLE_FPS = 2.0  # sampling rate of videos
 
 KIND_IMAGE = 0
 KIND_VIDEO = 1
 
 
 class PatchLimits(Section):
-    """Most patches of an image, of a video frame and of a side; larger media are shrunk."""
+    """Maximum patches per image, per video frame and per side; larger media are shrunk."""
 
     image: int = Field(default=16384, ge=1)
-    """Most patches of an image. [patches; moonvit3d/geometry.py]"""
+    """Maximum number of patches per image. [patches; moonvit3d/geometry.py]"""
     frame: int = Field(default=4096, ge=1)
-    """Most patches of one frame of a video. [patches; moonvit3d/geometry.py]"""
+    """Maximum number of patches per video frame. [patches; moonvit3d/geometry.py]"""
     side: int = Field(default=512, ge=MERGE, multiple_of=MERGE)
-    """Most patches on a side of any medium. [patches; moonvit3d/geometry.py]"""
+    """Maximum number of patches per side of an image or frame. [patches; moonvit3d/geometry.py]"""
 
 
 def resized(width: int, height: int, patch_limit: int, side_limit: int) -> tuple[int, int]:
-    """Size in pixels after shrinking, before padding.
+    """Return the size in pixels after shrinking, before padding.
 
     Args:
         width, height: source pixels, at least 1.
-        patch_limit: most patches, counted on whole 14-pixel patches of the source.
-        side_limit: most patches on one side.
+        patch_limit: maximum number of patches, counted in whole 14-pixel patches of the source.
+        side_limit: maximum number of patches per side.
 
     Returns:
-        (width, height) in pixels; equal to the source where no limit binds.
+        (width, height) in pixels; equal to the source if no limit binds.
 
     Raises:
-        ValueError: a side below one pixel.
+        ValueError: a side is below one pixel.
     """
     if width < 1 or height < 1:
         raise ValueError(f"image of {width} x {height} pixels: each side must be at least 1")
@@ -67,7 +67,7 @@ def resized(width: int, height: int, patch_limit: int, side_limit: int) -> tuple
 def grid(
     kind: int, frames: int, height: int, width: int, limits: PatchLimits
 ) -> tuple[int, int, int]:
-    """Patch grid (t, h, w) of one item; h and w are even.
+    """Return the patch grid (t, h, w) of one item; h and w are even.
 
     Args:
         kind: `KIND_IMAGE` or `KIND_VIDEO` (one chunk of a video).
@@ -91,9 +91,9 @@ def grids(
     widths: ArrayLike,
     limits: PatchLimits,
 ) -> np.ndarray:
-    """`grid` of many items at once: int64 [n, 3], equal to the scalar rule item by item.
+    """Return the grids of many items, int64 [n, 3], equal to `grid` for each item.
 
-    Arguments are integer arrays [n]; errors are those of `grid`, naming the first bad item.
+    Arguments are integer arrays [n]; errors are those of `grid` and name the first bad item.
     """
     kind, frame, height, width = (
         np.asarray(a, dtype=np.int64) for a in (kinds, frames, heights, widths)
@@ -130,9 +130,9 @@ def _check_frames(kinds: np.ndarray, frames: np.ndarray) -> None:
 
 
 def num_tokens(t: Any, h: Any, w: Any) -> Any:
-    """Language-model tokens of a (t, h, w) patch grid; frames are pooled, so t does not count.
+    """Return the language-model tokens of a (t, h, w) patch grid; frames are pooled.
 
-    Works on integers and on integer arrays alike.
+    Accepts integers and integer arrays.
     """
     return (h // MERGE) * (w // MERGE)
 
@@ -143,7 +143,7 @@ class VideoChunk:
 
     Args:
         frames: indices into the video's frames, ascending.
-        timestamp: time of the first, "HH:MM:SS.mmm".
+        timestamp: time of the first frame, "HH:MM:SS.mmm".
     """
 
     frames: tuple[int, ...]
@@ -151,17 +151,17 @@ class VideoChunk:
 
 
 def video_chunks(num_frames: int, fps: float) -> list[VideoChunk]:
-    """The frames that a video is sampled at, grouped by four.
+    """Return the sampled frames of a video in groups of four.
 
-    Sampling is at `min(2, fps)` frames a second, spread evenly from the first to the last frame;
-    both roundings go half to even (Python's and numpy's `round`), as in the reference.
+    The sampling rate is `min(2, fps)` frames a second, spread evenly from the first to the last
+    frame. Both roundings are half to even (Python's and numpy's `round`), as in the reference.
 
     Args:
         num_frames: frames of the video, at least 1.
-        fps: its frames a second, above 0.
+        fps: frame rate of the video, above 0.
 
     Returns:
-        Chunks in order; only the last may hold fewer than 4 frames.
+        Chunks in order; only the last chunk may have fewer than 4 frames.
 
     Raises:
         ValueError: no frames, or a rate that is not a positive number.
@@ -175,6 +175,6 @@ def video_chunks(num_frames: int, fps: float) -> list[VideoChunk]:
 
 
 def _timestamp(seconds: float) -> str:
-    """ "HH:MM:SS.mmm", milliseconds truncated; hours wrap at a day, as in the reference."""
+    """Return "HH:MM:SS.mmm", milliseconds truncated; hours wrap at a day, as in the reference."""
     clock = time.strftime("%H:%M:%S", time.gmtime(seconds))
     return f"{clock}.{int(seconds % 1 * 1000):03d}"

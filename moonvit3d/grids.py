@@ -1,4 +1,4 @@
-"""Whether patches and the grids that were told belong together."""
+"""Checks that patches match the stated grids."""
 
 import math
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ Grids = Sequence[Grid] | np.ndarray | Tensor
 
 
 def checked_grids(patches: Tensor, grids: Grids, share: Share | None = None) -> list[Grid]:
-    """The grids as tuples; ValueError unless they are sound and account for every patch.
+    """Return the grids as tuples; raise ValueError if they are invalid or do not match the patches.
 
-    With a share there is one grid, of the whole item, and the share accounts for the patches.
+    With a share there is one grid, that of the whole item, and the share accounts for the patches.
     """
     table = np.asarray(grids.tolist() if isinstance(grids, Tensor) else grids, dtype=np.int64)
     if table.size and (table.ndim != 2 or table.shape[1] != 3):
@@ -39,14 +39,15 @@ def checked_grids(patches: Tensor, grids: Grids, share: Share | None = None) -> 
     if wanted != patches.shape[0]:
         whose = "the grids add up to" if share is None else f"a share of {share.tokens} holds"
         raise ValueError(f"{whose} {wanted} patches, but {patches.shape[0]} came")
-    # Bytes are always numbers, so the usual path pays nothing here.
+    # uint8 pixels are always finite, so the usual path needs no check.
     if patches.is_floating_point() and patches.device.type != "meta":
         _check_numbers(patches, grids)
     return grids
 
 
 def _check_numbers(patches: Tensor, grids: Sequence[Grid]) -> None:
-    if math.isfinite(patches.detach().sum(dtype=torch.float32)):  # one cheap pass if all is well
+    # one cheap pass if all values are finite
+    if math.isfinite(patches.detach().sum(dtype=torch.float32)):
         return
     bad = ~torch.isfinite(patches).flatten(1).all(1)
     if not bool(bad.any()):

@@ -1,14 +1,14 @@
-"""Which tensor of a checkpoint is which parameter: names, shapes and row orders, no files.
+"""Maps the tensors of a checkpoint to parameters: names, shapes and row orders. No file access.
 
 Four layouts are known. `released` is Kimi K2.5's checkpoint, whose names are also this package's
-parameter names. `transformers` is the module names of transformers 5.23.0's `Kimi_K25Model`:
-q, k and v apart, and the rows of q and k reordered, because that code rotates channel i with
-channel i + head_dim / 2 where the checkpoint (and this package) rotate neighbours.
-`transformers-saved` is what its `save_pretrained` writes: the released layout, q and k in their
-first order, with two modules misnamed. `siglip` is `SiglipModel` or `SiglipVisionModel`
-(google/siglip-so400m-patch14-384), from which Kimi-VL's tower was initialised (its report, 2.1).
+parameter names. `transformers` has the module names of transformers 5.23.0's `Kimi_K25Model`: q, k
+and v are separate, and the rows of q and k are reordered, because that code rotates channel i with
+channel i + head_dim / 2, and the checkpoint (and this package) rotate neighbours.
+`transformers-saved` is the output of its `save_pretrained`: the released layout with q and k in
+their original order and two modules misnamed. `siglip` is `SiglipModel` or `SiglipVisionModel`
+(google/siglip-so400m-patch14-384), which initialised Kimi-VL's tower (its report, 2.1).
 
-Shape suffixes: G side of the stored position grid, S side of the wanted one, C width.
+Shape suffixes: G side of the stored position grid, S side of the target grid, C width.
 """
 
 import math
@@ -33,7 +33,7 @@ POSITIONS = "vision_tower.patch_embed.pos_emb.weight"
 
 
 class TensorHeader(NamedTuple):
-    """Shape and type of a stored tensor; a type that torch cannot name stays a string."""
+    """Shape and dtype of a stored tensor; a dtype unknown to torch stays a string."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | str
@@ -41,16 +41,16 @@ class TensorHeader(NamedTuple):
 
 @dataclass(frozen=True)
 class NameScheme:
-    """How one kind of checkpoint names the encoder's tensors.
+    """Tensor names of one kind of checkpoint.
 
     Args:
         name: for people and messages.
-        renamed: released module (or tensor) to its name there. `{i}` is the block's number,
-            `{qkv}` stands for three tensors that are stacked on the first axis. What is not
-            listed keeps its released name.
-        prefixes: what may stand before every name, tried in this order.
-        parts: what such a checkpoint can fill.
-        skipped: beginnings of the names that have no counterpart here.
+        renamed: released module (or tensor) -> its name in this layout. `{i}` is the block number;
+            `{qkv}` stands for three tensors stacked on the first axis. Unlisted names stay as
+            released.
+        prefixes: possible prefixes of all names, tried in this order.
+        parts: parts that such a checkpoint can fill.
+        skipped: prefixes of names that have no counterpart here.
     """
 
     name: str
@@ -60,7 +60,7 @@ class NameScheme:
     skipped: tuple[str, ...] = ("language_model.", "model.language_model.", "lm_head.")
 
     def sources(self, released: str) -> tuple[str, ...]:
-        """Names, without prefix, of what makes up the tensor `released` (`{i}` may stay)."""
+        """Return the names, without prefix, of the tensors that form `released`; `{i}` may stay."""
         block = re.search(r"\.blocks\.(\d+)\.", released)
         index = block.group(1) if block else "{i}"
         template = released.replace(f".blocks.{index}.", ".blocks.{i}.")
@@ -122,29 +122,29 @@ LAYOUTS = (RELEASED, SAVED, TRANSFORMERS, SIGLIP)
 
 
 def released_shapes(config: MoonViTConfig) -> dict[str, tuple[int, ...]]:
-    """Released name and shape of every parameter of an encoder of these sizes."""
+    """Return released name -> shape of every parameter of an encoder of these sizes."""
     with torch.device("meta"):
         encoder = VisionEncoder(config)
     return {name: tuple(p.shape) for name, p in encoder.named_parameters()}
 
 
 def part_of(released: str) -> Part:
-    """The half of the encoder that a released name belongs to."""
+    """Return the part of the encoder that a released name belongs to."""
     return "mm_projector" if released.startswith("mm_projector.") else "vision_tower"
 
 
 @lru_cache(maxsize=1)
 def _templates() -> tuple[str, ...]:
-    """Every released name once, `{i}` standing for the block's number."""
+    """Return every released name once, with `{i}` for the block number."""
     tiny = MoonViTConfig(width=4, depth=1, heads=1, mlp_width=1, pos_grid=1, out_width=1)
     return tuple(name.replace(".blocks.0.", ".blocks.{i}.") for name in released_shapes(tiny))
 
 
 def recognise(names: Iterable[str]) -> tuple[NameScheme, str]:
-    """The layout and prefix under which most of the names make sense.
+    """Return the layout and prefix that explain most of the names.
 
     Raises:
-        ValueError: not one name is known.
+        ValueError: no name is known.
     """
     plain = [re.sub(r"\.(blocks|layers)\.\d+\.", r".\1.{i}.", name) for name in names]
     best, most = (RELEASED, ""), 0
@@ -163,17 +163,17 @@ def recognise(names: Iterable[str]) -> tuple[NameScheme, str]:
 def plan(
     headers: Mapping[str, TensorHeader], config: MoonViTConfig, part: Part | None = None
 ) -> tuple[NameScheme, dict[str, tuple[str, ...]]]:
-    """Match a checkpoint's tensors with the encoder's, one for one.
+    """Match a checkpoint's tensors one to one with the encoder's.
 
     Args:
         headers: every tensor of the checkpoint.
-        part: what to fill; None is all that the layout has (of SigLIP, the tower).
+        part: part to fill; None: all parts of the layout (for SigLIP, the tower).
 
     Returns:
-        The layout, and for each released name the names of the tensors that make it up.
+        The layout, and released name -> names of the tensors that form it.
 
     Raises:
-        ValueError: a tensor missing, unexpected, of another shape, or not of floats.
+        ValueError: a tensor is missing, unexpected, of another shape, or not floating-point.
     """
     layout, prefix = recognise(headers)
     if part and part not in layout.parts:
@@ -218,7 +218,7 @@ def _check_header(
 ) -> None:
     want: tuple[int | str, ...] = (shape[0] // pieces, *shape[1:])
     right = header.shape == want
-    if layout == SIGLIP and name == POSITIONS:  # any square grid; it is resampled
+    if layout == SIGLIP and name == POSITIONS:  # any square grid, because it is resampled
         want = ("side * side", shape[-1])
         cells = header.shape[0] if header.shape else 0
         right = header.shape[1:] == want[1:] and cells > 0 and math.isqrt(cells) ** 2 == cells
@@ -237,20 +237,23 @@ def _some(names: list[str]) -> str:
 
 
 def neighbours(rows: Tensor, heads: int) -> Tensor:
-    """Rows of q or k (weight or bias): pairs half a head apart, as in transformers, to adjacent."""
+    """Reorder rows of q or k: transformers' pairs, half a head apart, become adjacent.
+
+    Accepts weights and biases.
+    """
     return rearrange(rows, "(n two p) ... -> (n p two) ...", n=heads, two=2)
 
 
 def halves(rows: Tensor, heads: int) -> Tensor:
-    """The inverse of `neighbours`."""
+    """Apply the inverse of `neighbours`."""
     return rearrange(rows, "(n p two) ... -> (n two p) ...", n=heads, two=2)
 
 
 def resize_grid(table: Tensor, side: int) -> Tensor:
-    """SigLIP's position table [G * G, C] as a grid [S, S, C].
+    """Return SigLIP's position table [G * G, C] as a grid [S, S, C].
 
-    Bicubic, by the rule that `positions.Positions` samples its grid with. At its own size the
-    grid keeps its bits and type; otherwise it is float32, or float64 for a float64 table.
+    Uses the bicubic rule by which `positions.Positions` samples its grid. At its own size, the grid
+    keeps its bits and dtype; otherwise it is float32, or float64 for a float64 table.
     """
     stored = math.isqrt(len(table))
     grid_GGC = rearrange(table, "(h w) c -> h w c", h=stored)
@@ -261,13 +264,13 @@ def resize_grid(table: Tensor, side: int) -> Tensor:
 
 
 def assemble(layout: NameScheme, name: str, pieces: list[Tensor], config: MoonViTConfig) -> Tensor:
-    """One released tensor from the tensors that `plan` names for it."""
+    """Return one released tensor from the tensors that `plan` lists for it."""
     if layout == SIGLIP and name == POSITIONS:
         return resize_grid(pieces[0], config.pos_grid)
     if len(pieces) == 1:
         return pieces[0]
     q, k, v = pieces
-    # SigLIP turns nothing, so the order of its channels inside a head is free: they stay.
+    # SigLIP has no rotary embedding, so its channel order within a head is arbitrary and is kept.
     if layout == TRANSFORMERS:
         q, k = neighbours(q, config.heads), neighbours(k, config.heads)
     return torch.cat([q, k, v])
@@ -279,24 +282,24 @@ def assemble(layout: NameScheme, name: str, pieces: list[Tensor], config: MoonVi
 def from_transformers(
     tensors: Mapping[str, Tensor], config: MoonViTConfig, part: Part | None = None
 ) -> dict[str, Tensor]:
-    """A Kimi_K25 model's tensors under released names and in released order.
+    """Return a Kimi_K25 model's tensors under released names and in released order.
 
     Args:
-        tensors: `Kimi_K25Model.state_dict()`, or that of a model around it (names that begin
-            with `model.`), or what `save_pretrained` wrote. The language model is skipped.
-        config: sizes; the heads decide the order of rows.
+        tensors: `Kimi_K25Model.state_dict()`, that of an enclosing model (names start with
+            `model.`), or the output of `save_pretrained`. The language model is skipped.
+        config: sizes; the number of heads determines the order of rows.
 
     Returns:
-        Released name to tensor; a tensor that needs no change is passed on, not copied.
+        Released name -> tensor; unchanged tensors are not copied.
 
     Raises:
-        ValueError: as `plan`, or tensors of another layout.
+        ValueError: as in `plan`, or the tensors have another layout.
     """
     return _released(tensors, config, part, (TRANSFORMERS, SAVED))
 
 
 def from_siglip(tensors: Mapping[str, Tensor], config: MoonViTConfig) -> dict[str, Tensor]:
-    """SigLIP's vision tower under released names; as `from_transformers`.
+    """Return SigLIP's vision tower under released names; see `from_transformers`.
 
     Args:
         tensors: state dict of `SiglipModel` or `SiglipVisionModel`.
@@ -308,9 +311,9 @@ def from_siglip(tensors: Mapping[str, Tensor], config: MoonViTConfig) -> dict[st
 def to_transformers(
     tensors: Mapping[str, Tensor], config: MoonViTConfig, part: Part | None = None
 ) -> dict[str, Tensor]:
-    """The inverse of `from_transformers`: the names of `Kimi_K25Model.state_dict()`.
+    """Return tensors under `Kimi_K25Model.state_dict()`'s names; inverse of `from_transformers`.
 
-    They come without the `model.` of a model around it.
+    The names lack the prefix `model.` of an enclosing model.
     """
     out = {}
     for name, tensor in _released(tensors, config, part, (RELEASED,)).items():

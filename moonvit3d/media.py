@@ -1,20 +1,22 @@
-"""Bytes of an image or video file to uint8 pixels, the same on every machine and every run.
+"""Decodes image and video files to uint8 pixels, identically on every machine and in every run.
 
 Needs numpy and Pillow, and PyAV for videos only. Rules (docs/moonvit3d.md has the table):
 
-* PNG, JPEG, WEBP and GIF by Pillow, to 8-bit RGB; transparency lies over white. An animated GIF or
-  WEBP is refused, of an animated PNG the first picture counts. 16-bit grey is refused (no one scale
-  to 8 bits is right); of 16-bit colour the high byte counts, which is the value to one level.
-* CMYK becomes RGB by Pillow, inks taken as Adobe stores them (inverted), as browsers do.
-* EXIF orientation and a video's rotation tag are NOT applied: boxes and points of a sample mean the
-  pixels as stored. `is_turned` tells; who wants upright pictures turns them beforehand.
-* MP4 by PyAV, read in order from the start, never by seeking (a seek may land on another frame).
-  A chunk is up to four of the frames sampled at 2 per second (`geometry.video_chunks`).
-* More than `MAX_PIXELS` in a picture or frame are refused from the header, before any is decoded,
-  and so are tables of a video that claim more than `MAX_SAMPLES` pictures and packets of sound.
+* Pillow decodes PNG, JPEG, WEBP and GIF to 8-bit RGB; transparent pixels are composited on white.
+Animated GIF and WEBP files are refused; of an animated PNG, the first picture is used. 16-bit grey
+is refused, because no single scale to 8 bits is right. Of 16-bit colour, the high byte is used,
+which is exact to one level.
+* Pillow converts CMYK to RGB and expects inks as Adobe stores them (inverted), as browsers do.
+* EXIF orientation and a video's rotation tag are NOT applied, because boxes and points of a sample
+refer to the pixels as stored. `is_turned` reports them; to get upright pictures, rotate the files
+beforehand.
+* PyAV decodes MP4 from the start without seeking, because a seek may end at another frame. A chunk
+is up to four of the frames sampled at 2 per second (`geometry.video_chunks`).
+* Pictures or frames of more than `MAX_PIXELS` are refused by their header, before any is decoded.
+So are videos whose tables claim more than `MAX_SAMPLES` pictures and packets of sound.
 
-Whatever is wrong with a file is one `MediaError` of one line. Want of memory is not wrong with a
-file: it is a `MemoryError`, also where a decoder calls it damage (`_check_room`).
+Every defect of a file raises one `MediaError` with a one-line message. Lack of memory is not a
+defect of the file and raises `MemoryError`, even if a decoder reports it as damage (`_check_room`).
 """
 
 import errno
@@ -39,14 +41,15 @@ if TYPE_CHECKING:
     import av
     import av.container
 
-# Of one picture or frame. Pillow warns of bombs above this; a model image has 3.2 million at most.
+# Per picture or frame. Pillow warns of decompression bombs above this; a model image has at most
+# 3.2 million.
 MAX_PIXELS = 80_000_000
-# What Pillow turns into RGB without a choice of scale.
+# Modes that Pillow converts to RGB without a choice of scale.
 _PLAIN_MODES = frozenset(("1", "L", "P", "RGB", "CMYK"))
 _ALPHA_MODES = frozenset(("LA", "RGBA"))
-# Room that decoding takes at most, besides the file: of a pixel, and at all. A progressive JPEG
-# keeps its coefficients (12 bytes of a CMYK pixel) beside the picture and its copies; ffmpeg, some
-# frames.
+# Upper bounds of the memory for decoding, excluding the file: bytes per pixel, and a constant. A
+# progressive JPEG keeps its coefficients (12 bytes per CMYK pixel) in addition to the picture and
+# its copies; ffmpeg keeps some frames.
 _ROOM_PER_PIXEL, _ROOM = 32, 64 << 20
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 _EXIF_MARKS = (b"Exif", b"eXIf", b"EXIF")  # in JPEG, PNG, WEBP
@@ -54,15 +57,15 @@ _EXIF_ORIENTATION = 0x0112
 
 
 class MediaError(ValueError):
-    """A file that gives no pixels, and why, in one line."""
+    """The file yields no pixels; the message gives the reason in one line."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What a file says it holds. `fps` is 0 for an image; sizes are pixels as stored.
+    """Contents of a file by its headers. `fps` is 0 for an image; sizes are pixels as stored.
 
-    `turned`, which `verify` finds, says whether an EXIF orientation or a video's rotation tag asks
-    for another side up (neither is applied).
+    `turned`, which only `verify` sets, is True if an EXIF orientation or a video's rotation tag
+    asks for a rotation or flip (neither is applied).
     """
 
     format: str
@@ -74,12 +77,13 @@ class Probe:
 
 
 def probe(data: bytes, kind: int) -> Probe:
-    """Sizes from headers (and a video's packet list), without decoding a picture.
+    """Read sizes from headers (and a video's packet list) without decoding a picture.
 
     The file is of KIND_IMAGE (PNG, JPEG, WEBP, GIF) or KIND_VIDEO (MP4).
 
     Raises:
-        MediaError: no such file, too large, or a video without frames, rate or size, or cut off.
+        MediaError: the format is wrong, the picture is too large, or a video is cut off or has no
+            frames, rate or size.
     """
     if kind == KIND_IMAGE:
         with _open_image(data) as image:
@@ -88,14 +92,14 @@ def probe(data: bytes, kind: int) -> Probe:
 
 
 def verify(data: bytes, kind: int, check: Callable[[Probe], object] | None = None) -> Probe:
-    """As `probe`, but decode every picture, so that a file which passes will decode later too.
+    """Probe a file and decode every picture, so that a file which passes decodes later, too.
 
     Args:
-        check: called with what the headers say before a picture is decoded, and again after each
+        check: called with the headers' values before a picture is decoded, and again after each
             frame of a video; it may raise.
 
     Raises:
-        MediaError: saying what is wrong with the file.
+        MediaError: the file has a defect; the message names it.
     """
     found = probe(data, kind)
     if check is not None:
@@ -115,7 +119,7 @@ def verify(data: bytes, kind: int, check: Callable[[Probe], object] | None = Non
 
 
 def is_turned(data: bytes) -> bool:
-    """Whether an image carries an EXIF orientation other than upright (which is not applied)."""
+    """Return True if an image has an EXIF orientation other than upright (which is not applied)."""
     if not any(mark in _bytes(data) for mark in _EXIF_MARKS):
         return False
     with _open_image(data) as image:
@@ -123,24 +127,24 @@ def is_turned(data: bytes) -> bool:
             return "exif" in image.info and image.getexif().get(_EXIF_ORIENTATION, 1) != 1
         except MemoryError:
             raise
-        except Exception:  # Pillow raises many kinds; notes that no one can read turn nothing
+        except Exception:  # Pillow raises many kinds; unreadable EXIF data rotates nothing
             return False
 
 
 def read_image(data: bytes, check: Callable[[Probe], object] | None = None) -> NDArray[np.uint8]:
-    """Pixels of a PNG, JPEG, WEBP or static GIF: uint8 [H, W, 3], read-only.
+    """Return the pixels of a PNG, JPEG, WEBP or static GIF: uint8 [H, W, 3], read-only.
 
     Args:
-        check: called with what the header says, before room is made for any pixel; it may raise.
+        check: called with the header's values before memory for pixels is allocated; it may raise.
 
     Raises:
-        MediaError: another format, damaged or cut off, too large, animated, 16-bit grey, or 16-bit
-            colour of which one is transparent.
+        MediaError: the image is of another format, damaged or cut off, too large, animated, 16-bit
+            grey, or 16-bit colour with one transparent colour.
     """
     with _open_image(data) as image:
         if check is not None:
             check(Probe(str(image.format), 1, image.height, image.width, 0.0))
-        # Bit depth and colour type lie at a fixed place; Pillow keeps 8 bits of grey with alpha.
+        # Bit depth and colour type are at fixed offsets; Pillow keeps 8 bits of grey with alpha.
         grey_16 = image.format == "PNG" and data[24] == 16 and data[25] in (0, 4)
         if grey_16 or image.mode not in _PLAIN_MODES | _ALPHA_MODES:
             depth = "16-bit grey" if grey_16 else f"mode {image.mode}"
@@ -157,9 +161,9 @@ def read_image(data: bytes, check: Callable[[Probe], object] | None = None) -> N
 
 
 def _transparent(image: Image.Image, depth: int) -> object:
-    """Return which value of a PNG is transparent, in the 8 bits to which Pillow brings its pixels.
+    """Return the transparent value of a PNG in the 8-bit scale of Pillow's pixels.
 
-    Pillow keeps the value as it is stored, and so compares 3 with 255 in a picture of 2 bits.
+    Pillow keeps the value as stored, and so it would compare 3 with 255 in a 2-bit picture.
     """
     value, levels = image.info["transparency"], (1 << depth) - 1
     if image.mode == "RGB":
@@ -177,20 +181,20 @@ def read_video(
     chunks: Iterable[int] | None = None,
     check: Callable[[Probe], object] | None = None,
 ) -> Iterator[tuple[NDArray[np.uint8], str]]:
-    """Chunks of an MP4 in order, from one pass that ends at the last one needed.
+    """Yield chunks of an MP4 in order, in one pass that ends at the last chunk needed.
 
-    One chunk is in memory at a time. A file that is damaged further on fails when the pass arrives
-    there; everything that headers tell is checked before this function returns.
+    One chunk is in memory at a time. Damage further on in a file raises when the pass reaches it;
+    everything in the headers is checked before this function returns.
 
     Args:
-        chunks: which ones, in any order, each given once; all if not given.
-        check: called with what the headers say, before any frame is decoded; it may raise.
+        chunks: numbers of the chunks to read, in any order, each yielded once; None: all.
+        check: called with the headers' values before any frame is decoded; it may raise.
 
     Returns:
         Iterator over (uint8 [t, H, W, 3] with t of 1 to 4, timestamp "HH:MM:SS.mmm").
 
     Raises:
-        MediaError: not an MP4 that decodes to what it promises, or no such chunk.
+        MediaError: the file is not an MP4 that decodes as its headers state, or has no such chunk.
     """
     found = _probe_video(data)
     if check is not None:
@@ -206,7 +210,7 @@ def read_video(
 
 
 class _Gif(GifImagePlugin.GifImageFile):
-    """Stops as soon as the size is read: Pillow fills a first frame to be wiped while it opens."""
+    """GIF reader that checks the size first: Pillow fills a first frame while it opens the file."""
 
     @property
     def _size(self) -> tuple[int, int]:
@@ -219,9 +223,9 @@ class _Gif(GifImagePlugin.GifImageFile):
 
 
 def _reader(data: bytes) -> type[ImageFile.ImageFile]:
-    """Pillow's reader, not `Image.open`: that asks a limit of size which any code may change.
+    """Return Pillow's reader for a file; `Image.open` has a size limit that any code may change.
 
-    (The one of WEBP asks it as well, and refuses where it is below ours.)
+    (The WEBP reader applies that limit, too, and refuses the file if the limit is below ours.)
     """
     if _bytes(data).startswith(b"\x89PNG\r\n\x1a\n"):
         return PngImagePlugin.PngImageFile
@@ -235,10 +239,10 @@ def _reader(data: bytes) -> type[ImageFile.ImageFile]:
 
 
 class _Strict:
-    """While any thread is inside, Pillow refuses damaged files, whatever the program has set.
+    """Makes Pillow refuse damaged files while any thread is inside, whatever the program has set.
 
-    `LOAD_TRUNCATED_IMAGES` holds for the whole process: set by anyone, a cut-off file would come
-    back half grey. Counted, because the loader decodes in several threads.
+    `LOAD_TRUNCATED_IMAGES` applies to the whole process: if any code sets it, a truncated file
+    decodes half grey. Threads are counted, because the loader decodes in several of them.
     """
 
     def __init__(self) -> None:
@@ -265,7 +269,7 @@ _STRICT = _Strict()
 
 @contextmanager
 def _open_image(data: bytes) -> Iterator[Image.Image]:
-    """The opened image; Pillow's errors inside the block become MediaError."""
+    """Yield the opened image; turn Pillow's errors inside the block into MediaError."""
     reader, pixels = _reader(data), 0
     try:
         if reader is PngImagePlugin.PngImageFile:
@@ -282,9 +286,10 @@ def _open_image(data: bytes) -> Iterator[Image.Image]:
 
 
 def _without_texts(data: bytes) -> bytes:
-    """Return a PNG without its compressed and international texts, which say nothing of its pixels.
+    """Return a PNG without its compressed and international texts, which do not affect its pixels.
 
-    Pillow unpacks them while it opens a picture, and refuses the picture if one is above 1 MiB.
+    Pillow decompresses them while it opens a picture, and refuses the picture if a text exceeds 1
+    MiB.
     """
     at, kept, begin = 8, [], 0
     while at + 12 <= len(data):
@@ -304,7 +309,7 @@ def _check_size(width: int, height: int) -> None:
 
 
 def _bytes(data: bytes) -> bytes:
-    """Refuse what is no content of a file, such as its path."""
+    """Return file contents as bytes; raise MediaError for anything else, such as a path."""
     if not isinstance(data, bytes | bytearray | memoryview):
         raise MediaError(
             f"{data!r:.80} is no bytes: give the content of the file, such as "
@@ -314,18 +319,19 @@ def _bytes(data: bytes) -> bytes:
 
 
 def _check_room(pixels: int, error: Exception) -> None:
-    """Raise MemoryError where a decoder may have failed for want of memory.
+    """Raise MemoryError if a decoder may have failed for lack of memory.
 
-    libjpeg, libwebp and some of ffmpeg's decoders call that a damaged file. By now their memory is
-    free again; a host on which the whole of it cannot be had says nothing about the file.
+    libjpeg, libwebp and some of ffmpeg's decoders report this as a damaged file. Their memory is
+    free again at this point. If the host still cannot allocate the full amount, the failure says
+    nothing about the file.
 
-    So a limit of address space (`ulimit -v`) must leave what the largest picture takes, 2.6 GB:
-    below it every damaged file that claims such a size ends who reads it.
+    So a limit of address space (`ulimit -v`) must leave room for the largest picture, 2.6 GB. Below
+    that, every damaged file that claims such a size ends its reader with a MemoryError.
     """
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         raise MemoryError(f"no memory to decode {pixels} pixels") from error
     try:
-        # Not reserved, so that the kernel's guess at what is too much is not asked.
+        # Not reserved, so that the kernel's overcommit heuristic does not apply.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         mmap.mmap(-1, _ROOM + pixels * _ROOM_PER_PIXEL, flags).close()
     except (OSError, MemoryError):
@@ -339,15 +345,15 @@ def _check_room(pixels: int, error: Exception) -> None:
 def _open_video(
     data: bytes, found: Probe | None = None
 ) -> Iterator[tuple["av.container.InputContainer", "av.VideoStream"]]:
-    """The MP4 and its first video stream; ffmpeg's errors inside the block become MediaError.
+    """Yield the MP4 and its first video stream; turn ffmpeg's errors in the block into MediaError.
 
     Args:
-        found: what it holds, if that is known already.
+        found: result of an earlier probe, if any.
     """
-    import av  # here, so that images need no PyAV
+    import av  # imported here, so that images need no PyAV
     from av.error import FFmpegError
 
-    # ffmpeg decodes a frame while it opens some files, so the bound must be there already.
+    # ffmpeg decodes a frame while it opens some files, so the bound must be set before.
     bound = {"max_pixels": str(MAX_PIXELS)}
     try:
         file = io.BytesIO(data)
@@ -357,15 +363,15 @@ def _open_video(
             if not container.streams.video:
                 raise MediaError("no video stream in the file")
             stream = container.streams.video[0]
-            if stream.codec_context is None:  # which PyAV's types do not tell
+            if stream.codec_context is None:  # PyAV's types omit this case
                 raise MediaError("a video codec that ffmpeg does not know")
-            # The loader runs one decode per thread; ffmpeg's own threads would fight with them.
+            # The loader decodes in several threads; ffmpeg's own threads would compete with them.
             stream.codec_context.thread_count = 1
-            # Otherwise ffmpeg paints over damaged blocks and says nothing.
+            # Otherwise ffmpeg conceals damaged blocks without an error.
             stream.codec_context.options = bound | {"err_detect": "explode"}
             yield container, stream
     except (FFmpegError, MediaError) as error:
-        # ffmpeg says that it has no memory of damaged sizes, too. It keeps a dozen frames and more.
+        # ffmpeg also reports lack of memory for damaged sizes. It keeps a dozen frames and more.
         _check_room(6 * found.width * found.height if found else MAX_PIXELS, error)
         if isinstance(error, MediaError):
             raise
@@ -378,7 +384,7 @@ def _probe_video(data: bytes) -> Probe:
     with _open_video(data) as (container, stream):
         width, height, rate = stream.width, stream.height, stream.average_rate
         _check_size(width, height)
-        if not width or not height:  # ffmpeg gives no size where it finds one above the bound
+        if not width or not height:  # ffmpeg gives no size if it exceeds the bound
             raise MediaError(f"no size, or more than {MAX_PIXELS} pixels in a frame")
         if not rate or rate < 0:
             raise MediaError(f"{rate} frames a second: a video needs a rate above 0")
@@ -391,7 +397,7 @@ def _probe_video(data: bytes) -> Probe:
 
 
 def _check_not_cut(data: bytes) -> None:
-    """Refuse a file that ends inside its media: ffmpeg would take it for a shorter video."""
+    """Refuse a file that ends inside its media, which ffmpeg would treat as a shorter video."""
     at = 0
     while at + 8 <= len(data):
         size = int.from_bytes(data[at : at + 4], "big")
@@ -401,7 +407,7 @@ def _check_not_cut(data: bytes) -> None:
             raise MediaError(
                 f"the file ends early: {len(data)} bytes, its frames reach to {at + size}"
             )
-        if size < 8:  # 0: this box is the rest of the file
+        if size < 8:  # 0: this box extends to the end of the file
             return
         at += size
 
@@ -430,7 +436,7 @@ def _read_chunks(
 def _collect(
     numbered: Iterator[tuple[int, "av.VideoFrame"]], chunk: VideoChunk, found: Probe
 ) -> NDArray[np.uint8]:
-    """Read on up to the last frame of the chunk: uint8 [t, H, W, 3]."""
+    """Read up to the last frame of the chunk; return uint8 [t, H, W, 3]."""
     pixels = np.empty((len(chunk.frames), found.height, found.width, 3), np.uint8)
     for target, wanted in zip(pixels, chunk.frames):
         frame = next((frame for number, frame in numbered if number == wanted), None)
@@ -451,6 +457,6 @@ def _of_one_size(frames: Iterable["av.VideoFrame"], found: Probe) -> Iterator["a
 
 
 def _reason(error: Exception) -> str:
-    """One line, without memory addresses, which would differ from run to run."""
+    """Return the error in one line, without memory addresses, which differ from run to run."""
     text = re.sub(r"<[^<>]*>|\b0x[0-9a-fA-F]+", "", str(error))
     return " ".join(f"{type(error).__name__}: {text}".split())

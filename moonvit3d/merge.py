@@ -1,6 +1,7 @@
-"""From patches to tokens: mean over a chunk's frames, then 2x2 neighbours side by side.
+"""Merges patches into tokens: mean over a chunk's frames, then concatenation of 2x2 neighbours.
 
-The "sd2_tpool" merger of Kimi K2.5 (report, section 4.2): four frames cost the tokens of one.
+This is the "sd2_tpool" merger of Kimi K2.5 (report, section 4.2): four frames cost the tokens of
+one.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ def sd2_tpool(x_LC: Tensor, grids: Sequence[tuple[int, int, int]]) -> Tensor:
 
     Args:
         x_LC: packed patches [L, C], items in order, each frame by frame and row by row.
-        grids: (t, h, w) of each item, at least one; h and w even.
+        grids: (t, h, w) of each item, at least one item; h and w are even.
 
     Returns:
         [tokens, 4, C]: the four patches of a token in the order (0,0), (0,1), (1,0), (1,1).
@@ -28,6 +29,6 @@ def sd2_tpool(x_LC: Tensor, grids: Sequence[tuple[int, int, int]]) -> Tensor:
 
 def _pool(x_LC: Tensor, grid: tuple[int, int, int]) -> Tensor:
     t, h, _ = grid
-    if t > 1:  # first over time, as the reference rounds it
+    if t > 1:  # first over time, to round as the reference does
         x_LC = reduce(x_LC, "(t s) c -> s c", "mean", t=t)
     return rearrange(x_LC, "(h p w q) c -> (h w) (p q) c", p=MERGE, q=MERGE, h=h // MERGE)

@@ -1,12 +1,12 @@
-"""MoonViT-3D and its projector: packed patches of images and video chunks in, tokens out.
+"""MoonViT-3D and its projector: maps packed patches of images and video chunks to tokens.
 
     patches [L, 3, 14, 14] -> PatchEmbed -> Encoder -> sd2_tpool -> Projector -> [T, out_width]
 
-Kimi K2.5 report, section 4.2. `VisionEncoder` is the whole; read it from the bottom up. Items of
-any size, one to four frames each, are packed one after the other; attention spans an item's patches
-in space and time. Single-device maths: `share` is how several devices encode one large item.
-Parameter names are those of the released checkpoint. Weights are undefined until `initialise` or
-a checkpoint fills them.
+Kimi K2.5 report, section 4.2. `VisionEncoder` is the complete model; read the file from the bottom
+up. Items of any size, with one to four frames each, are packed one after the other; attention spans
+an item's patches in space and time. The maths is for a single device; with `share`, several devices
+encode one large item. Parameter names are those of the released checkpoint. Weights are undefined
+until `initialise` or a checkpoint fills them.
 
 Shape suffixes: L packed patches, K numbers of a patch, C width, T tokens, P rotary pairs.
 """
@@ -35,7 +35,7 @@ from moonvit3d.share import Share
 
 
 def normalise(patches: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Bytes to floats in [-1, 1]: `(px / 255 - 0.5) / 0.5`.
+    """Convert bytes to floats in [-1, 1]: `(px / 255 - 0.5) / 0.5`.
 
     Args:
         patches: uint8, any shape.
@@ -46,17 +46,17 @@ def normalise(patches: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 class PatchEmbed(nn.Module):
-    """Patches [L, 3, 14, 14] to embeddings [L, C] with their positions added."""
+    """Maps patches [L, 3, 14, 14] to embeddings [L, C] and adds their positions."""
 
     def __init__(self, config: MoonViTConfig):
         super().__init__()
         # A convolution whose stride is its kernel is a linear map of the flattened patch; the
-        # module is kept for the checkpoint's names and shapes.
+        # module exists for the checkpoint's names and shapes.
         self.proj = nn.Conv2d(3, config.width, kernel_size=PATCH, stride=PATCH)
         self.pos_emb = Positions(config.pos_grid, config.width)
 
     def forward(self, patches: Tensor, grids: Sequence[Grid], share: Share | None = None) -> Tensor:
-        """Embed normalised patches [L + padding, 3, 14, 14]; returns [L + padding, C]."""
+        """Embed normalised patches [L + padding, 3, 14, 14]; return [L + padding, C]."""
         flat_LK = rearrange(patches, "l c p q -> l (c p q)")
         weight_CK = rearrange(self.proj.weight, "c k p q -> c (k p q)")
         x_LC = F.linear(flat_LK, weight_CK, self.proj.bias)
@@ -65,7 +65,7 @@ class PatchEmbed(nn.Module):
 
 
 class Encoder(nn.Module):
-    """The stack of blocks and the final norm."""
+    """Stack of blocks and the final norm."""
 
     def __init__(self, config: MoonViTConfig):
         super().__init__()
@@ -80,9 +80,10 @@ class Encoder(nn.Module):
         attend: Attend = attend,
         some: range | None = None,
     ) -> Tensor:
-        """[L, C] to [L, C]; arguments as for `Block`.
+        """Apply blocks, [L, C] to [L, C]; arguments as for `Block`.
 
-        `some`: which blocks alone; the norm follows those that end with the last block.
+        `some`: range of blocks to apply; None: all. The norm follows if the range includes the last
+        block.
         """
         some = range(len(self.blocks)) if some is None else some
         for block in self.blocks[some.start : some.stop]:
@@ -91,11 +92,11 @@ class Encoder(nn.Module):
 
 
 class Packed(NamedTuple):
-    """What is known of embedded patches beside their values; see `Block`.
+    """Metadata of embedded patches; see `Block`.
 
     Attributes:
-        patches: without the padding.
-        grids: (t, h, w) of each item, or of what this device holds of the only one.
+        patches: their number without the padding.
+        grids: (t, h, w) of each item, or of this device's part of a single item.
     """
 
     rotary_LP: Tensor
@@ -106,7 +107,7 @@ class Packed(NamedTuple):
 
 
 class MoonViT3D(nn.Module):
-    """The tower: one pack of items to merged tokens."""
+    """The tower: maps one pack of items to merged tokens."""
 
     def __init__(self, config: MoonViTConfig):
         super().__init__()
@@ -117,18 +118,18 @@ class MoonViT3D(nn.Module):
     def forward(self, patches: Tensor, grids: Grids, share: Share | None = None) -> Tensor:
         """Encode a pack, or this device's share of one item.
 
-        On CPU the pack is filled up with empty rows that attend to themselves (`rows.padding`).
+        On CPU the pack is padded with empty rows that attend to themselves (`rows.padding`).
 
         Args:
             patches: [L, 3, 14, 14], uint8 pixels or normalised floats.
             grids: (t, h, w) of each item, or integers [items, 3]; may be empty.
-            share: of the only item; `patches` are then its patches, in its order.
+            share: share of the only item; `patches` are then the share's patches, in its order.
 
         Returns:
-            [T, 4, C] in the parameters' dtype; with a share, of its tokens.
+            [T, 4, C] in the parameters' dtype; with a share, only its tokens.
 
         Raises:
-            ValueError: patches and grids that do not belong together.
+            ValueError: patches and grids do not match.
         """
         grids = checked_grids(patches, grids, share)
         if not grids:
@@ -140,7 +141,7 @@ class MoonViT3D(nn.Module):
     def embed(
         self, patches: Tensor, grids: Sequence[Grid], share: Share | None = None
     ) -> tuple[Tensor, Packed]:
-        """Return the input of the blocks [L + padding, C], and what they have to know of it."""
+        """Return the input of the blocks [L + padding, C], and its metadata."""
         weight = self.patch_embed.proj.weight
         if patches.dtype == torch.uint8:
             patches = normalise(patches, weight.dtype)
@@ -167,7 +168,7 @@ class MoonViT3D(nn.Module):
 
 
 class VisionEncoder(nn.Module):
-    """Tower and projector: what a language model sees of an image or a video chunk."""
+    """Tower and projector: maps images and video chunks to the language model's embeddings."""
 
     def __init__(self, config: MoonViTConfig):
         super().__init__()
@@ -183,22 +184,22 @@ class VisionEncoder(nn.Module):
     ) -> Tensor:
         """Encode items into language-model embeddings.
 
-        On CPU an item's output has the same bits whatever it is packed with, so also for every
+        On CPU an item's output has the same bits whatever it is packed with, and so for every
         `max_patches_per_chunk`; on an accelerator the last bits may differ.
 
         Args:
             patches: [L, 3, 14, 14] of all items in order, uint8 pixels or normalised floats.
-            grids: (t, h, w) of each item, 1 <= t <= 4, h and w even, or integers [items, 3]; may
-                be empty.
+            grids: (t, h, w) of each item, 1 <= t <= 4, h and w even, or integers [items, 3]; may be
+                empty.
             max_patches_per_chunk: run packs of at most this many patches, one after the other;
-                without a graph to keep this bounds the memory. None runs everything at once.
+                under `no_grad` this bounds the memory. None runs everything at once.
 
         Returns:
             [T, out_width] in the parameters' dtype, T = sum of h * w / 4.
 
         Raises:
-            ValueError: patches and grids that do not belong together, pixels that are not
-                numbers, or an item over `max_patches_per_chunk`.
+            ValueError: patches and grids do not match, a pixel is not finite, or an item exceeds
+                `max_patches_per_chunk`.
         """
         grids = checked_grids(patches, grids)
         if max_patches_per_chunk is None or not grids:
@@ -215,8 +216,9 @@ class VisionEncoder(nn.Module):
             patches: [L, 3, 14, 14] of the share, in its order, uint8 pixels or normalised floats.
 
         Returns:
-            [tokens of the share, out_width] in the parameters' dtype. Gradients are those of these
-            tokens' and patches' own work: summed over the devices they are the whole item's.
+            [tokens of the share, out_width] in the parameters' dtype. Gradients cover only the work
+            on these tokens and patches; their sum over the devices is the gradient of the whole
+            item.
         """
         x_T4C = self.vision_tower(patches, [share.grid], share)
         return self.mm_projector(x_T4C, [len(share.tokens)])
@@ -227,14 +229,14 @@ class VisionEncoder(nn.Module):
 
 @torch.no_grad()
 def initialise(encoder: VisionEncoder, seed: int) -> VisionEncoder:
-    """Fill every parameter in place: the same on every rank and in any order of construction.
+    """Fill every parameter in place, identically on every rank and in any order of construction.
 
     Each parameter draws from its own generator, keyed by (seed, name), in float32 on the CPU, so
-    device and dtype do not matter either. Biases are 0, norms 1 and 0. Linear weights are
-    truncated normals of Glorot's width, std sqrt(2 / (fan_in + fan_out)) with q, k and v counted
-    as three matrices: 0.029 at Kimi's width, and still of the right size where a small config's
-    0.02 would start the signal ten times too low. The patch embedding uses 1 / sqrt(fan_in), and
-    the position grid `config.pos_init_std`.
+    device and dtype do not matter either. Biases are 0; norms have weight 1 and bias 0. Linear
+    weights are truncated normals with Glorot's std sqrt(2 / (fan_in + fan_out)); q, k and v count
+    as three matrices. The std is 0.029 at Kimi's width. In a small config, a fixed std of 0.02
+    would make the signal ten times too small. The patch embedding uses 1 / sqrt(fan_in), and the
+    position grid `config.pos_init_std`.
     """
     for name, parameter in encoder.named_parameters():
         if name.endswith(".bias"):
@@ -247,7 +249,7 @@ def initialise(encoder: VisionEncoder, seed: int) -> VisionEncoder:
 
 
 def _draw(name: str, shape: torch.Size, pos_std: float, seed: int) -> Tensor:
-    """Float32 weights of one parameter, a function of its name, shape and the seed only."""
+    """Return float32 weights of one parameter, a function of its name, shape and the seed only."""
     digest = hashlib.blake2b(f"moonvit3d/{seed}/{name}".encode(), digest_size=8).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
     if name.endswith("pos_emb.weight"):

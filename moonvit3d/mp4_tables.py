@@ -1,16 +1,16 @@
-"""How many samples the tables of an MP4 claim, before ffmpeg makes room for them.
+"""Counts the samples that an MP4's tables claim, before ffmpeg allocates memory for them.
 
 ffmpeg keeps an entry in memory for every sample (a picture, a packet of sound), and a table of
-equal sizes claims billions of them in twenty bytes: 80 million took 4.8 GB. Boxes are those of
-ISO/IEC 14496-12: each is its size (4 bytes), its name (4), and what it holds.
+equal sizes claims billions of samples in twenty bytes: 80 million took 4.8 GB. Boxes follow ISO/IEC
+14496-12: each consists of its size (4 bytes), its name (4 bytes) and its contents.
 """
 
 from collections.abc import Iterator
 
-# Eighteen hours of 60 pictures a second; about 300 MB of entries.
+# Eighteen hours at 60 frames a second; about 300 MB of entries.
 MAX_SAMPLES = 1 << 22
 
-# Boxes in which ffmpeg looks for boxes (libavformat/mov.c); nothing sound nests them deeper.
+# Boxes that ffmpeg searches for boxes (libavformat/mov.c); no valid file nests them deeper.
 _HOLD_BOXES = frozenset(
     (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"mvex", b"moof", b"traf")
     + (b"edts", b"udta", b"dinf", b"tref", b"wave", b"sinf", b"schi")
@@ -19,10 +19,10 @@ _DEEPEST = 12
 
 
 def claimed_samples(data: bytes) -> int:
-    """Samples of all tracks and fragments together, as the tables claim.
+    """Return the number of samples that the tables of all tracks and fragments claim.
 
     Raises:
-        ValueError: tables that are packed, where no count can be read.
+        ValueError: the tables are compressed, so the counts cannot be read.
     """
     return sum(_claimed(data, name, start) for name, start in _boxes(data, 0, len(data), 0))
 
@@ -38,12 +38,12 @@ def _claimed(data: bytes, name: bytes, start: int) -> int:
 
 
 def _boxes(data: bytes, at: int, end: int, depth: int) -> Iterator[tuple[bytes, int]]:
-    """(name, where its content begins) of every box, those inside others included."""
+    """Yield (name, offset of the contents) of every box, including nested boxes."""
     while at + 8 <= end:
         size, name, head = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8], 8
         if size == 1:
             size, head = int.from_bytes(data[at + 8 : at + 16], "big"), 16
-        if size == 0:  # the rest
+        if size == 0:  # the box extends to the end
             size = end - at
         if size < head:
             return

@@ -1,4 +1,4 @@
-"""How a batch of items is cut into packs of bounded size. Plain integers, no torch."""
+"""Cuts a batch of items into packs of bounded size. Plain integers, no torch."""
 
 from collections.abc import Iterable
 
@@ -6,10 +6,10 @@ from collections.abc import Iterable
 def chunks(sizes: Iterable[int], max_patches_per_chunk: int) -> list[slice]:
     """Cut items of these sizes, in order, into runs of at most `max_patches_per_chunk` patches.
 
-    An item is never divided, and no run is empty.
+    No item is divided, and no run is empty.
 
     Raises:
-        ValueError: one item alone is over the budget.
+        ValueError: a single item exceeds the budget.
     """
     runs: list[slice] = []
     start = end = filled = 0

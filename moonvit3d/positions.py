@@ -1,11 +1,11 @@
-"""Where a patch is: learned 2-D grid, fixed temporal code, 2-D rotary angles.
+"""Positions of patches: learned 2-D grid, fixed temporal code, 2-D rotary angles.
 
 Kimi K2.5 report, section 4.2, with the details of the released code: a [64, 64, width] table
-resampled bicubically to each item's grid, a sin-cos code per frame that only chunks of several
-frames get, and rotary angles from (x, y) on adjacent channel pairs, the same for every frame.
+resampled bicubically to each item's grid, a sin-cos code per frame for chunks of several frames
+only, and rotary angles from (x, y) on adjacent channel pairs, the same for every frame.
 
-Shape suffixes: L packed patches, h/w grid rows and columns, G side of the learned table, C width,
-F rotary frequencies (head_dim / 4), P rotary pairs (head_dim / 2).
+Shape suffixes: L packed patches, h/w grid rows and columns, G side of the learned table, C width, F
+rotary frequencies (head_dim / 4), P rotary pairs (head_dim / 2).
 """
 
 from collections.abc import Sequence
@@ -25,24 +25,24 @@ from moonvit3d.share import Share
 
 Grid = tuple[int, int, int]
 
-ROTARY_SIDE = 512  # largest side, in patches, that the reference's rotary table covers
+ROTARY_SIDE = 512  # largest side, in patches, of the reference's rotary table
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What positions are computed in: float32 is the rule, float64 only for float64 parameters."""
+    """Return the dtype for computing positions: float32, or float64 for float64 parameters."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @lru_cache(maxsize=2048)
 def bicubic_matrix(target: int, source: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Matrix [target, source] that resamples one axis as bicubic `F.interpolate` does.
+    """Return the matrix [target, source] that resamples one axis as bicubic `F.interpolate` does.
 
     Half-pixel centres (align_corners=False), no antialiasing. Resampling by a matrix product has a
-    deterministic gradient, which `F.interpolate` lacks on CUDA. The rows are read off
-    `F.interpolate` on the identity: computing them afresh rounds the sampling places otherwise,
-    and costs a factor of three in agreement. An entry of the cache is at most 512 x 64 numbers.
+    deterministic gradient, which `F.interpolate` lacks on CUDA. The rows come from `F.interpolate`
+    on the identity: computing them directly rounds the sampling positions differently and triples
+    the deviation. A cache entry has at most 512 x 64 numbers.
     """
-    # A tensor born in inference mode could not be used by a later training step.
+    # A tensor created in inference mode could not be used by a later training step.
     with torch.inference_mode(False), torch.no_grad():
         identity = torch.eye(source, dtype=dtype, device="cpu")[None, None]
         matrix = F.interpolate(identity, (target, source), mode="bicubic", align_corners=False)
@@ -50,7 +50,7 @@ def bicubic_matrix(target: int, source: int, dtype: torch.dtype, device: torch.d
 
 
 def temporal_code(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Fixed code [4, width] of a frame's place in its chunk: sines, then cosines."""
+    """Return the fixed code [4, width] of a frame's position in its chunk: sines, then cosines."""
     omega = 1.0 / 10000 ** (torch.arange(0, width, 2, device=device).to(dtype) / width)
     angle = torch.outer(torch.arange(MAX_FRAMES, device=device).to(dtype), omega)
     return torch.cat([angle.sin(), angle.cos()], dim=1)
@@ -64,19 +64,19 @@ class Positions(nn.Module):
         self.weight = nn.Parameter(torch.zeros(side, side, width))
 
     def forward(self, grids: Sequence[Grid], share: Share | None = None) -> Tensor:
-        """Position embedding of every patch.
+        """Return the position embedding of every patch.
 
         Args:
-            grids: (t, h, w) of each item, at least one.
-            share: of the only item; its patches alone are wanted.
+            grids: (t, h, w) of each item, at least one item.
+            share: share of the only item; restricts the result to its patches.
 
         Returns:
             [L, C] in the working precision (float32, or float64 for a float64 table).
         """
         dtype = working_dtype(self.weight.dtype)
         time_TC = temporal_code(self.weight.shape[-1], dtype, self.weight.device)
-        # Widened once, so that the gradients of all sizes add up in the wide type. A video's
-        # chunks, and all icons of one size, share a plane.
+        # Widen once, so that the gradients of all sizes accumulate in the wide dtype. All chunks of
+        # a video, and all icons of one size, share a plane.
         table_GGC = self.weight.to(dtype)
         planes = {hw: resample(table_GGC, *hw) for hw in dict.fromkeys(g[1:] for g in grids)}
         if share is not None:
@@ -93,7 +93,7 @@ class Positions(nn.Module):
 
 
 def resample(table_GGC: Tensor, h: int, w: int) -> Tensor:
-    """The grid at h x w patches, [h * w, C]; at its own size, the table itself."""
+    """Return the grid at h x w patches, [h * w, C]; at its own size, the unchanged table."""
     side, dtype, device = len(table_GGC), table_GGC.dtype, table_GGC.device
     if (h, w) != (side, side):
         rows_hG = bicubic_matrix(h, side, dtype, device)
@@ -104,7 +104,7 @@ def resample(table_GGC: Tensor, h: int, w: int) -> Tensor:
 
 
 def rotary_frequencies(head_dim: int, theta: float, dtype: torch.dtype) -> Tensor:
-    """Frequencies f_k = theta^(-4k / head_dim), [F]."""
+    """Return the frequencies f_k = theta^(-4k / head_dim), [F]."""
     half = head_dim // 2
     return 1.0 / theta ** (torch.arange(0, half, 2, device="cpu").to(dtype) / half)
 
@@ -113,9 +113,9 @@ def rotary_frequencies(head_dim: int, theta: float, dtype: torch.dtype) -> Tenso
 def _rotary_table(
     head_dim: int, theta: float, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [512, F] of position times frequency.
+    """Return cosine and sine [512, F] of position times frequency.
 
-    One table of fixed size, so that a patch's angles never depend on what it is packed with.
+    The table has a fixed size, so that a patch's angles never depend on the rest of its pack.
     """
     with torch.inference_mode(False):
         frequencies = rotary_frequencies(head_dim, theta, dtype)
@@ -126,9 +126,9 @@ def _rotary_table(
 def rotary_angles(
     grids: Sequence[Grid], head_dim: int, theta: float, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every patch's rotation, both [L, P].
+    """Return cosine and sine of every patch's rotation, both [L, P].
 
-    Pair 2k turns by x * f_k and pair 2k + 1 by y * f_k (x = column, y = row); every frame of a
+    Pair 2k rotates by x * f_k and pair 2k + 1 by y * f_k (x = column, y = row); every frame of a
     chunk gets the same angles.
     """
     column_L, row_L = (torch.from_numpy(a).to(device) for a in patch_places(grids))
@@ -140,21 +140,21 @@ def rotary_angles(
 
 
 def patch_places(grids: Sequence[Grid]) -> tuple[np.ndarray, np.ndarray]:
-    """Column and row of every patch in packing order (frame, row, column), int64 [L] each."""
+    """Return column and row of every patch in packing order (frame, row, column), int64 [L]."""
     columns = [np.tile(np.arange(w), t * h) for t, h, w in grids]
     rows = [np.tile(np.repeat(np.arange(h), w), t) for t, h, w in grids]
     return np.concatenate(columns), np.concatenate(rows)
 
 
 def rotate(x: Tensor, cos_LP: Tensor, sin_LP: Tensor) -> Tensor:
-    """Rotate adjacent channel pairs (2i, 2i + 1) of each head; computed in the angles' precision.
+    """Rotate adjacent channel pairs (2i, 2i + 1) of each head, in the angles' precision.
 
     Args:
         x: queries, keys or both: [L, ..., head_dim].
         cos_LP, sin_LP: from `rotary_angles`.
 
     Returns:
-        The shape and dtype of `x`.
+        Tensor with the shape and dtype of `x`.
     """
     even, odd = rearrange(x.to(cos_LP.dtype), "l ... (p two) -> two l ... p", two=2)
     between = (1,) * (x.ndim - 2)
@@ -164,7 +164,7 @@ def rotate(x: Tensor, cos_LP: Tensor, sin_LP: Tensor) -> Tensor:
 
 
 def rotate_qkv(qkv_LK: Tensor, rotary_LP: Tensor, heads: int, lengths: Sequence[int]) -> Tensor:
-    """As `rotate` on the queries and keys inside a fused projection, in its own memory.
+    """Rotate the queries and keys of a fused projection in place, as `rotate` does.
 
     The backward pass then keeps one copy of them, and there are no temporaries.
 
@@ -173,7 +173,7 @@ def rotate_qkv(qkv_LK: Tensor, rotary_LP: Tensor, heads: int, lengths: Sequence[
         rotary_LP: cosine + i sine of each rotation, complex64 (complex128 for float64).
         lengths: patches of each item.
     """
-    if torch.compiler.is_compiling():  # AOTAutograd loses the gradient of what is overwritten
+    if torch.compiler.is_compiling():  # AOTAutograd loses gradients of overwritten inputs
         cos_LP, sin_LP = rotary_LP.real, rotary_LP.imag
         qkv = rearrange(qkv_LK, "l (three n h) -> l three n h", three=3, n=heads)
         turned = torch.cat([rotate(qkv[:, :2], cos_LP, sin_LP), qkv[:, 2:]], dim=1)
@@ -195,14 +195,14 @@ class _RotateQKV(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor, None, None, None]:
-        back_LP = ctx.turn.conj().resolve_conj()  # the gradient turns the other way
+        back_LP = ctx.turn.conj().resolve_conj()  # the gradient rotates in the opposite direction
         own = grads[0].clone(memory_format=torch.contiguous_format)
         return _turn(own, back_LP, ctx.heads, ctx.spans), None, None, None
 
 
 def _turn(qkv_LK: Tensor, rotary_LP: Tensor, heads: int, spans: Sequence[int]) -> Tensor:
     qk = rearrange(qkv_LK, "l (three n h) -> l three n h", three=3, n=heads)[:, :2]
-    exact = qk.to(rotary_LP.real.dtype)  # qk itself, but for bfloat16 and float16
+    exact = qk.to(rotary_LP.real.dtype)  # a copy only for bfloat16 and float16
     pairs = torch.view_as_complex(exact.unflatten(-1, (-1, 2)))
     for part, turn in zip(pairs.split(spans), rotary_LP[:, None, None].split(spans)):
         part.mul_(turn)

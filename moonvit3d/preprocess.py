@@ -1,9 +1,9 @@
-"""From pixels to patches: resize, pad, cut. numpy and Pillow only.
+"""Converts pixels to patches: resize, pad, cut. numpy and Pillow only.
 
-The rule is the Kimi K2.5 processor's: bicubic resize by Pillow to `geometry.resized`, zeros to
-the right and below up to whole tokens, 14x14 patches in row order, channels first inside a patch.
-Padding happens before normalisation, so uint8 0 stands for it exactly and patches travel as bytes;
-`moonvit3d.model.normalise` turns them into floats where they are used.
+The rule is that of the Kimi K2.5 processor: bicubic resize by Pillow to `geometry.resized`, zeros
+to the right and below up to whole tokens, 14x14 patches in row order, channels first inside a
+patch. Padding precedes normalisation, so padding is exactly uint8 0 and patches are transferred as
+bytes; `moonvit3d.model.normalise` converts them to floats where they are used.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ _DEFAULT_LIMITS = PatchLimits()
 def image_patches(
     pixels: np.ndarray, limits: PatchLimits = _DEFAULT_LIMITS
 ) -> tuple[np.ndarray, tuple[int, int, int]]:
-    """Patches of one RGB image.
+    """Return the patches of one RGB image.
 
     Args:
         pixels: uint8 [H, W, 3].
@@ -36,7 +36,7 @@ def image_patches(
 def video_patches(
     frames: np.ndarray, limits: PatchLimits = _DEFAULT_LIMITS
 ) -> tuple[np.ndarray, tuple[int, int, int]]:
-    """Patches of one video chunk, frame by frame; as `image_patches`.
+    """Return the patches of one video chunk, frame by frame; see `image_patches`.
 
     Args:
         frames: uint8 [t, H, W, 3] with 1 <= t <= 4.
@@ -49,7 +49,7 @@ def video_patches(
 
 
 def _check(pixels: np.ndarray, name: str, wanted: str) -> None:
-    """Bytes only: floats would bring a scale, and NaN, with them."""
+    """Refuse anything but bytes: the scale of floats would be unknown, and they may be NaN."""
     if not isinstance(pixels, np.ndarray):
         raise ValueError(f"{name} is a {type(pixels).__name__}: want numpy uint8 [{wanted}]")
     dims = wanted.count(",") + 1

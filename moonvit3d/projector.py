@@ -1,7 +1,7 @@
-"""The bridge into the language model: LayerNorm per patch, then a two-layer MLP per token.
+"""Projector into the language model: LayerNorm per patch, then a two-layer MLP per token.
 
-Kimi K2.5's "patchmerger" projector: the norm sees each of a token's four patches by itself, before
-they are joined; the GELU is the exact one (the tower's is the tanh form).
+This is Kimi K2.5's "patchmerger" projector. The norm applies to each of a token's four patches
+separately, before they are concatenated. The GELU is the exact form (the tower's is the tanh form).
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from moonvit3d.geometry import MERGE
 
 
 class Projector(nn.Module):
-    """[tokens, 4, width] to [tokens, out_width]."""
+    """Maps [tokens, 4, width] to [tokens, out_width]."""
 
     def __init__(self, config: MoonViTConfig):
         super().__init__()
@@ -31,8 +31,8 @@ class Projector(nn.Module):
 
         Args:
             x_T4C: [tokens, 4, width].
-            lengths: tokens of each item; without, all are taken as one item, and on CPU the last
-                bits may depend on what a token is packed with.
+            lengths: tokens of each item. If None, all tokens count as one item, and on CPU the last
+                bits of a token may depend on the rest of its pack.
 
         Returns:
             [tokens, out_width].

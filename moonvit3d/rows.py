@@ -1,18 +1,18 @@
-"""Arithmetic on packed rows that gives a row the same bits whatever it is packed with.
+"""Row arithmetic on packs in which a row's bits never depend on the rest of the pack.
 
-Only the CPU needs help. Two things there depend on a row's neighbours, both in the last bit:
+Only the CPU needs measures. Two effects there make the last bit of a row depend on its neighbours:
 
-* A matrix library picks its kernel by the number of rows, and each thread treats the last rows of
-  its share by another kernel. Whole blocks of 64 rows for each thread leave no such rest: of
-  7,000 random products in float32, float64 and bfloat16 with 1, 2, 3, 4 and 8 threads (MKL and
-  oneDNN, AVX-512) none depended on the place or the company of a row; without the blocks two
-  thirds of the float64 and a tenth of the float32 products did.
-* PyTorch computes the last few numbers of a call, and of each thread's share of it, by scalar
-  code, which rounds GELU and complex products differently. Whole blocks leave one or two threads
-  no such rest; with more threads, of which PyTorch may use any number, these two are called item
-  by item (`spans`): an item then always has the same rest.
+* A matrix library chooses its kernel by the number of rows, and each thread uses another kernel for
+the last rows of its share. Whole blocks of 64 rows per thread leave no such remainder. Of 7,000
+random products in float32, float64 and bfloat16 with 1, 2, 3, 4 and 8 threads (MKL and oneDNN,
+AVX-512), none depended on a row's position or neighbours; without the blocks, two thirds of the
+float64 and a tenth of the float32 products did.
+* PyTorch computes the last few numbers of a call, and of each thread's share of it, with scalar
+code, which rounds GELU and complex products differently. With whole blocks, one or two threads have
+no such remainder. With more threads, of which PyTorch may use any number, these two operations run
+item by item (`spans`), so that an item always has the same remainder.
 
-Everything else that the encoder does treats each row, or each item, by itself already.
+All other operations of the encoder already treat each row, or each item, separately.
 """
 
 from collections.abc import Sequence
@@ -23,48 +23,48 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-BLOCK = 64  # rows for each thread; also more numbers than PyTorch's loops take at a time
+BLOCK = 64  # rows per thread; also exceeds the vector width of PyTorch's loops
 
 
 def padding(rows: int, device: torch.device) -> int:
-    """Rows to add to a pack of `rows` before its matrix products; 0 on an accelerator."""
+    """Return how many rows to add to a pack before matrix products; 0 on an accelerator."""
     if device.type != "cpu":
         return 0
     return -rows % (BLOCK * torch.get_num_threads())
 
 
 def padding_lengths(rows: int) -> list[int]:
-    """Added rows as items of at most a block: what they attend to each other stays small."""
+    """Return the added rows as items of at most one block, which keeps their attention cheap."""
     return [BLOCK] * (rows // BLOCK) + [rows % BLOCK] * bool(rows % BLOCK)
 
 
 def pad(x: Tensor, rows: int) -> Tensor:
-    """`x` [L, ...] with `rows` rows of zeros behind it."""
+    """Append `rows` rows of zeros to `x` [L, ...]."""
     return F.pad(x, (0, 0) * (x.ndim - 1) + (0, rows)) if rows else x
 
 
 def spans(x: Tensor, lengths: Sequence[int]) -> Sequence[int]:
-    """Rows of `x` that one call may treat together: all of them, or each item's.
+    """Return the rows of `x` that one call may process together: all of them, or each item's.
 
     Args:
         x: whole blocks of rows.
-        lengths: rows of each item, adding up to all.
+        lengths: rows of each item; their sum is the total.
     """
     whole = x.device.type != "cpu" or torch.get_num_threads() <= 2
     return [len(x)] if whole else lengths
 
 
 def gelu_linear(x: Tensor, linear: nn.Module, lengths: Sequence[int], approximate: str) -> Tensor:
-    """`linear(gelu(x))`, keeping `x` alone for the backward pass.
+    """Return `linear(gelu(x))`, saving only `x` for the backward pass.
 
-    GELU is computed again there: one pass over memory for a fifth of what a block keeps. Without a
-    graph it is written over `x`. Where others have a hand in it (autocast, `torch.compile`,
-    hooks on `linear`, an adapter in its place), the two are called plainly.
+    The backward pass recomputes GELU, which costs one pass over memory and saves a fifth of a
+    block's memory. Without a graph, GELU overwrites `x`. With autocast, `torch.compile`, hooks on
+    `linear` or an adapter in its place, the two operations are called normally.
 
     Args:
-        x: whole blocks of rows [L, width] (`padding`); must not be used again by the caller.
-        linear: with a bias, or what a user put in its place.
-        lengths: rows of each item, adding up to L.
+        x: whole blocks of rows [L, width] (`padding`); the caller must not use it again.
+        linear: linear layer with a bias, or its replacement by a user.
+        lengths: rows of each item; their sum is L.
         approximate: "tanh" or "none".
 
     Returns:

@@ -1,16 +1,17 @@
-"""The safetensors format: a header that says where each tensor's bytes lie, then the bytes.
+"""Reads and writes the safetensors format: a header with the location of each tensor, then the
+data.
 
     8 bytes      length of the header, little-endian
     header       JSON: {name: {"dtype", "shape", "data_offsets": [begin, end]}}, padded with spaces
     data         tensors one after the other, without gaps, little-endian, row-major
 
 The `safetensors` library (0.8.0) reads local files for `moonvit3d.files`. It does not read a header
-from an object store, cannot write a file whose tensors come one at a time (its issues 291 and 458),
-and writes metadata in random order (584), so that equal tensors give different files.
+from an object store, it cannot write a file tensor by tensor (its issues 291 and 458), and it
+writes metadata in random order (584), so that equal tensors give different files.
 
-A header may come from anywhere, so it is checked completely before anything is read by it: known
-types, sizes that fit shapes, no gaps, no overlap, no byte outside the file. Importing this module
-does not import torch; functions that take tensors do.
+A header is untrusted, so it is checked completely before any tensor is read: known dtypes, sizes
+that match shapes, no gaps, no overlap, no byte outside the file. Importing this module does not
+import torch; functions that take tensors do.
 """
 
 import json
@@ -25,14 +26,14 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-# How Hugging Face names the file of a model, or the index that says which file holds which tensor.
+# Hugging Face's names of a model's file, and of the index from tensors to files.
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-# The format's own limit.
+# Limit set by the format.
 MAX_HEADER_BYTES = 100_000_000
 _PREFIX = 8
 _METADATA = "__metadata__"
 _MAX_DIMS = 64
-# The format's name of a type: bytes of one element, torch's name.
+# The format's name of a dtype -> bytes per element, torch's name.
 _TYPES = {
     "F64": (8, "float64"), "F32": (4, "float32"), "F16": (2, "float16"), "BF16": (2, "bfloat16"),
     "I64": (8, "int64"), "I32": (4, "int32"), "I16": (2, "int16"), "I8": (1, "int8"),
@@ -43,12 +44,12 @@ _TYPES = {
 
 
 class SafetensorsError(ValueError):
-    """No safetensors file, a damaged one, or a tensor that the format cannot hold."""
+    """Not a safetensors file, a damaged file, or a tensor that the format does not support."""
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a file: the format's name of its type, and its first byte, header included."""
+    """One tensor of a file: the format's name of its dtype, its shape, its offset in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -56,7 +57,7 @@ class TensorEntry:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element."""
+        """Bytes per element."""
         return _TYPES[self.dtype][0]
 
     @property
@@ -67,7 +68,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Where everything lies in a file.
+    """Layout of a file.
 
     Attributes:
         head: the file's first bytes: length and header.
@@ -83,7 +84,7 @@ class FileLayout:
 def layout_of(
     tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str] | None = None
 ) -> FileLayout:
-    """Lay tensors out in one file, in the order given; their offsets are not looked at."""
+    """Lay out tensors in one file, in the order given; ignores their offsets."""
     header: dict[str, Any] = {_METADATA: {"format": "pt", **(metadata or {})}}
     begins, end = [], 0
     for name, entry in tensors.items():
@@ -102,12 +103,12 @@ def layout_of(
 
 
 def wide_first(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Return tensors of wide types first, else in their order: so every one is aligned."""
+    """Return the tensors by falling itemsize, else in order, so that each tensor is aligned."""
     return dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
 
 
 def is_aligned(tensors: Mapping[str, TensorEntry]) -> bool:
-    """Whether each tensor of a file in this order begins at a multiple of its element's size."""
+    """Return True if, in this order, each tensor starts at a multiple of its itemsize."""
     end = 0
     for entry in tensors.values():
         if end % entry.itemsize:
@@ -117,9 +118,9 @@ def is_aligned(tensors: Mapping[str, TensorEntry]) -> bool:
 
 
 def split_by_size(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Divide tensors among files of at most `limit` bytes, in their order.
+    """Divide tensors among files of at most `limit` bytes, in order.
 
-    A file is closed before it would grow over the limit; a tensor that is larger has its own.
+    A file is closed before it would exceed the limit; a larger tensor gets its own file.
     """
     files: list[list[str]] = []
     room = 0
@@ -136,7 +137,7 @@ def header_length(prefix: bytes, size: int, where: str) -> int:
     """Return the length of a header from the first 8 bytes of a file of `size` bytes.
 
     Raises:
-        SafetensorsError: the file is too short for it, or it is over the format's limit.
+        SafetensorsError: the length exceeds the file or the format's limit.
     """
     length = struct.unpack("<Q", prefix)[0] if len(prefix) == _PREFIX else -1
     if not 2 <= length <= min(MAX_HEADER_BYTES, size - _PREFIX):
@@ -151,7 +152,7 @@ def parse_header(text: bytes, size: int, where: str) -> dict[str, TensorEntry]:
     """Return the tensors of a file of `size` bytes from its header's JSON.
 
     Raises:
-        SafetensorsError: something that a reader could not rely on.
+        SafetensorsError: the header is invalid.
     """
     values = _parse_object(text, where)
     start = _PREFIX + len(text)
@@ -174,10 +175,10 @@ def parse_header(text: bytes, size: int, where: str) -> dict[str, TensorEntry]:
 
 
 def parse_metadata(text: bytes, where: str) -> dict[str, str]:
-    """Return what a header's JSON says besides its tensors.
+    """Return the metadata of a header's JSON.
 
     Raises:
-        SafetensorsError: it is no JSON object, or says something else than texts.
+        SafetensorsError: the text is not a JSON object, or the metadata are not strings.
     """
     found = _parse_object(text, where).get(_METADATA, {})
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
@@ -230,22 +231,22 @@ def _whole_numbers(values: Any) -> bool:
 
 @cache
 def torch_dtypes() -> "dict[str, torch.dtype]":
-    """Return torch's types by the format's names."""
+    """Return the format's dtype names -> torch dtypes."""
     import torch
 
     return {code: getattr(torch, name) for code, (_, name) in _TYPES.items()}
 
 
 def torch_dtype(code: str) -> "torch.dtype":
-    """Return torch's type by the format's name of it, which a header states."""
+    """Return torch's dtype for the format's name in a header."""
     return torch_dtypes()[code]
 
 
 def entry_of(name: str, shape: Sequence[int], dtype: "torch.dtype") -> TensorEntry:
-    """Return type and shape of a tensor as a file holds them.
+    """Return dtype and shape of a tensor as a file's entry.
 
     Raises:
-        SafetensorsError: the format has no such type.
+        SafetensorsError: the format does not support the dtype.
     """
     codes = [code for code, known in torch_dtypes().items() if known == dtype]
     if not codes:
@@ -263,7 +264,7 @@ def bytes_of(tensor: "Tensor") -> memoryview:
 
 
 def tensor_at(buffer: "Tensor", entry: TensorEntry) -> "Tensor":
-    """Return the view of a tensor in a file's bytes, uint8 [bytes], aligned to 8."""
+    """Return a view of a tensor in a file's bytes, uint8 [bytes], aligned to 8."""
     part = buffer[entry.offset : entry.offset + entry.nbytes]
     return part.view(torch_dtype(entry.dtype)).view(entry.shape)
 
@@ -274,12 +275,12 @@ def write_tensors(
     tensor_of: "Callable[[str], Tensor]",
     progress: Callable[[int], object] = lambda _: None,
 ) -> None:
-    """Write a whole file; of its tensors one at a time is on the host.
+    """Write a whole file, with one tensor at a time on the host.
 
     Args:
-        tensor_of: returns a tensor by name, of the type and shape that the layout states, on any
-            device; called in the order of the file.
-        progress: called with the bytes of every tensor that was written.
+        tensor_of: returns a tensor by name, with the dtype and shape of the layout, on any device;
+            called in file order.
+        progress: called with the bytes of each written tensor.
     """
     out.write(layout.head)
     for name, entry in layout.entries.items():

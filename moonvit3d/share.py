@@ -1,11 +1,11 @@
-"""A share of one item: what one of several devices holds that encode the item together.
+"""A device's share of one item that several devices encode together.
 
-The item's tokens are divided, and a token brings its 4 * t patches along, so that merging and
-projecting need nothing from elsewhere. A device holds its patches as a strip: of each frame first
-the upper patches of all its tokens, then the lower ones. To whatever treats patches or tokens by
-themselves a share is then an ordinary item of grid (t, 2, 2 * tokens). Two things are the whole
-item's: positions, which are looked up by `rows`, and attention, which the caller supplies
-(`attend`), because this package does not know how devices talk.
+The item's tokens are divided among the devices, and each token comes with its 4 * t patches, so
+that merging and projection need no communication. A device stores its patches as a strip: of each
+frame, first the upper patches of all its tokens, then the lower patches. For per-patch and
+per-token operations, a share is then an ordinary item of grid (t, 2, 2 * tokens). Two operations
+involve the whole item: positions, which are looked up by `rows`, and attention, which the caller
+supplies (`attend`), because this package does not know how devices communicate.
 """
 
 from dataclasses import dataclass
@@ -19,17 +19,17 @@ Grid = tuple[int, int, int]
 
 
 def patch_rows(grid: Grid, tokens: range) -> np.ndarray:
-    """Which patches of an item belong to a range of its tokens, in the order of a share.
+    """Return the patches of an item that belong to a range of its tokens, in the order of a share.
 
     Args:
         grid: (t, h, w) of the whole item.
         tokens: consecutive tokens, in row order; may be empty.
 
     Returns:
-        int64 [4 * t * len(tokens)]: places in the item's own order (frame, row, column).
+        int64 [4 * t * len(tokens)]: indices in the item's own order (frame, row, column).
 
     Raises:
-        ValueError: tokens that the item does not have.
+        ValueError: the item does not have these tokens.
     """
     t, h, w = grid
     most = (h // MERGE) * (w // MERGE)
@@ -45,14 +45,14 @@ def patch_rows(grid: Grid, tokens: range) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Share:
-    """The tokens of one item that this device encodes.
+    """Tokens of one item that this device encodes.
 
     Args:
         grid: (t, h, w) of the whole item.
-        tokens: this device's, consecutive; may be empty.
-        attend: attention over the whole item: from queries, keys and values of this device's rows,
-            [L, heads, head_dim] each, and the segments of what it holds (first the share, behind
-            it the rows that fill up a CPU's pack), to the result for the same rows.
+        tokens: this device's tokens, consecutive; may be empty.
+        attend: attention over the whole item. It maps queries, keys and values of this device's
+            rows, [L, heads, head_dim] each, and their segments (first the share, then the rows that
+            pad a CPU's pack) to the result for the same rows.
     """
 
     grid: Grid
@@ -61,15 +61,15 @@ class Share:
 
     @property
     def strip(self) -> Grid:
-        """The grid of an ordinary item with as many patches and tokens, in this order."""
+        """Grid of an ordinary item with the same patches and tokens, in this order."""
         return self.grid[0], MERGE, MERGE * len(self.tokens)
 
     @property
     def rows(self) -> np.ndarray:
-        """Places of the share's patches in the item, int64 [t * 4 * tokens]."""
+        """Indices of the share's patches in the item, int64 [t * 4 * tokens]."""
         return patch_rows(self.grid, self.tokens)
 
     @property
     def cells(self) -> np.ndarray:
-        """Places of the share's patches in one frame, the same in every frame."""
+        """Indices of the share's patches within a frame, the same in every frame."""
         return patch_rows((1, *self.grid[1:]), self.tokens)

@@ -1,8 +1,8 @@
-"""Weights in files: load, save, convert and inspect safetensors checkpoints of the encoder.
+"""Loads, saves, converts and inspects safetensors checkpoints of the encoder.
 
-`load` reads a file, or of a whole sharded Kimi K2.5 checkpoint only the encoder's tensors, in
-any layout that `layouts` knows; `save` writes the released names. Everything is checked before
-the first parameter changes. Files are mapped, not read, and tensors pass one parameter at a time.
+`load` reads a file, or only the encoder's tensors of a sharded Kimi K2.5 checkpoint, in any layout
+that `layouts` knows; `save` writes the released names. Everything is checked before the first
+parameter changes. Files are memory-mapped, and one parameter is processed at a time.
 
     python -m moonvit3d.weights inspect kimi-k2.5/
     python -m moonvit3d.weights convert kimi-k2.5/ encoder.safetensors
@@ -38,25 +38,25 @@ def load(
     part: Part | None = None,
     rounding: bool = False,
 ) -> list[str]:
-    """Fill an encoder's parameters in place; all that are meant change, or none.
+    """Fill an encoder's parameters in place; all selected parameters change, or none.
 
     Args:
-        encoder: on any device but meta, in any floating type.
+        encoder: on any device except meta, in any floating-point dtype.
         path: a .safetensors file, the index of a sharded checkpoint, or a folder with either
             `model.safetensors` or `model.safetensors.index.json`.
-        part: fill the `vision_tower` or the `mm_projector` alone. None fills both, except from
-            SigLIP, which has no projector: that one stays as it was.
-        rounding: let numbers change where the encoder's type cannot hold them. Without it only
-            what is exact is done, such as widening bfloat16 to float32.
+        part: fill only the `vision_tower` or the `mm_projector`. None fills both, except from
+            SigLIP, which has no projector; the projector then stays unchanged.
+        rounding: allow values to change if the encoder's dtype cannot represent them. Without it
+            only exact conversions are allowed, such as widening bfloat16 to float32.
 
     Returns:
-        Names of the parameters that were filled.
+        Names of the filled parameters.
 
     Raises:
-        FileNotFoundError: no checkpoint there, or a shard that its index names is missing.
-        ValueError: a damaged file; a tensor missing, unexpected, of a wrong shape or type, or not
-            finite; a number that the encoder's type cannot hold; other heads, norm_eps or
-            rope_theta than the file states. The message names file, tensor and value.
+        FileNotFoundError: the checkpoint, or a shard that its index names, does not exist.
+        ValueError: a file is damaged; a tensor is missing, unexpected, of a wrong shape or dtype,
+            or not finite; the encoder's dtype cannot represent a value; or heads, norm_eps or
+            rope_theta differ from those in the file. The message names file, tensor and value.
     """
     parameters = _parameters(encoder)
     if any(parameter.is_meta for parameter in parameters.values()):
@@ -74,7 +74,7 @@ def load(
 
 
 def check(path: str | os.PathLike[str], config: MoonViTConfig, part: Part | None = None) -> None:
-    """Raise what `load` would raise for names, shapes, types and sizes; only headers are read."""
+    """Raise the errors of `load` for names, shapes, dtypes and sizes; reads only headers."""
     with opened(Path(path)) as checkpoint:
         checkpoint.plan(config, part)
 
@@ -82,15 +82,15 @@ def check(path: str | os.PathLike[str], config: MoonViTConfig, part: Part | None
 def save(encoder: VisionEncoder, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
     """Write every parameter under its released name, with the sizes as metadata.
 
-    The file appears whole or not at all, and equal weights give equal bytes. Numbers are not
-    judged: weights that are not finite can be saved for a look at them, but not loaded.
+    The file is written atomically, and equal weights give equal bytes. Values are not checked:
+    non-finite weights can be saved for inspection, but not loaded.
 
     Args:
         encoder: on any device, in float64, float32, bfloat16 or float16.
 
     Raises:
-        FileExistsError: there is a file, and `overwrite` is not set.
-        FileNotFoundError: there is no such folder.
+        FileExistsError: the file exists, and `overwrite` is not set.
+        FileNotFoundError: the folder does not exist.
     """
     tensors = {name: parameter.detach() for name, parameter in _parameters(encoder).items()}
     write(Path(path), tensors, _sizes(encoder.config, tensors, CONSTANTS), overwrite)
@@ -106,19 +106,19 @@ def convert(
     pos_grid: int | None = None,
     overwrite: bool = False,
 ) -> list[str]:
-    """Write a checkpoint's vision tensors in another layout; no number changes, types stay.
+    """Write a checkpoint's vision tensors in another layout; values and dtypes stay unchanged.
 
-    Only a resampled SigLIP grid is computed, in float32 (float64 where it is float64).
+    The only exception is a resampled SigLIP grid, computed in float32 (float64 for a float64 grid).
 
     Args:
         destination: the file to write; its folder must exist.
         to: `released`, or `transformers` for the names of `Kimi_K25Model.state_dict()`.
         part: as for `load`.
-        heads: attention heads; None takes what the file states, else width / 72.
-        pos_grid: side that a SigLIP position grid is resampled to; None is 64.
+        heads: attention heads; None uses the value in the file, else width / 72.
+        pos_grid: side to which a SigLIP position grid is resampled; None is 64.
 
     Returns:
-        Names of the tensors that were written. Errors are those of `load` and `save`.
+        Names of the written tensors. Errors are those of `load` and `save`.
     """
     with opened(Path(source)) as checkpoint:
         config = checkpoint.config(heads, pos_grid)
@@ -137,9 +137,9 @@ def convert(
 
 
 def inspect(path: str | os.PathLike[str]) -> str:
-    """Layout, sizes as far as shapes tell, and counts of a checkpoint's vision tensors, as text.
+    """Return layout, sizes (as far as shapes show them) and tensor counts of a checkpoint as text.
 
-    Only headers are read. Errors are those of `load`, or of a tensor that a size is read from.
+    Reads only headers. Errors are those of `load`, or concern a tensor that a size is read from.
     """
     with opened(Path(path)) as checkpoint:
         lines = [f"{checkpoint.path}: layout {checkpoint.layout.name}"]
@@ -156,12 +156,12 @@ def inspect(path: str | os.PathLike[str]) -> str:
 
 
 def _parameters(encoder: VisionEncoder) -> dict[str, Tensor]:
-    """Parameters by released name, which a compiled encoder does not list but still finds."""
+    """Return parameters by released name, which a compiled encoder finds but does not list."""
     return {name: encoder.get_parameter(name) for name in layouts.released_shapes(encoder.config)}
 
 
 def _check_fits(value: Tensor, dtype: torch.dtype, rounding: bool, where: str) -> None:
-    """Raise ValueError where `dtype` cannot hold a number, or not exactly without rounding."""
+    """Raise ValueError if `dtype` cannot represent a value, or not exactly without `rounding`."""
     if torch.promote_types(value.dtype, dtype) == dtype:
         return  # widening
     rounded = value.to(dtype)
@@ -179,7 +179,7 @@ def _check_fits(value: Tensor, dtype: torch.dtype, rounding: bool, where: str) -
 def _sizes(
     config: MoonViTConfig, tensors: Iterable[str], constants: Iterable[str]
 ) -> dict[str, Any]:
-    """What to state in a file that holds these released tensors."""
+    """Return the sizes to record in a file with these released tensors."""
     names = [*TOWER_SIZES, *constants]
     if any(layouts.part_of(name) == "mm_projector" for name in tensors):
         names += PROJECTOR_SIZES
@@ -190,7 +190,7 @@ def _sizes(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command; see `--help`."""
+    """Run the command; see `--help`."""
     parser = argparse.ArgumentParser(
         prog="python -m moonvit3d.weights",
         description=__doc__,

@@ -1,5 +1,5 @@
-"""The base of every section of the configuration, and what the sections say of their own keys.
+"""Base class of all configuration sections, and the list of their keys.
 
-`section` is the base class, `reference` lists keys with types, defaults, units and places. Knows no
-section: each lies beside the code that reads it.
+`section` has the base class; `reference` lists keys with types, defaults, units and readers. This
+package knows no section: each section is defined next to the code that reads it.
 """

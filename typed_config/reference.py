@@ -1,6 +1,6 @@
-"""Lists every key of a section: type, default, unit, what it does and which file reads it.
+"""Lists every key of a section: type, default, unit, purpose, and the file that reads it.
 
-From these `kimi-pretrain config show`, the template and docs/CONFIG.md are made.
+`kimi-pretrain config show`, the template and docs/CONFIG.md are generated from this list.
 """
 
 import re
@@ -18,7 +18,7 @@ from typed_config.yaml_text import one_line
 
 
 class Default(Enum):
-    """What stands for a default where there is none."""
+    """Marker for a missing default."""
 
     REQUIRED = "required"
 
@@ -28,14 +28,15 @@ class Key:
     """One key of the configuration.
 
     Attributes:
-        path: "data.limits.image". In "data.augment.<name>.flip" the user gives the name; in
-            "data.schedule[].sources" there are several.
+        path: "data.limits.image". In "data.augment.<name>.flip" the user chooses the name;
+            "data.schedule[].sources" occurs in each item of a list.
         kind: "int > 0", "muon / adamw", "float or null".
-        default: plain value, or `Default.REQUIRED` (of a section that may be left out: within it).
+        default: plain value, or `Default.REQUIRED`. A required key of an optional section is
+            required only if the section is given.
         unit: "tokens", or "-".
-        text: what it does.
+        text: purpose of the key.
         reader: file that reads it.
-        section: the section that the key is, or holds, if any.
+        section: the section that is the key's value or inside it, if any.
     """
 
     path: str
@@ -48,7 +49,7 @@ class Key:
 
     @property
     def default_text(self) -> str:
-        """The default as one writes it in YAML, "required", or where a section's stand."""
+        """The default as YAML text, "required", or "as below" for a section with defaults."""
         if self.default is Default.REQUIRED:
             return "required"
         of_a_section = self.section is not None and self.default not in (None, {}, [])
@@ -56,7 +57,7 @@ class Key:
 
 
 def keys(section: type[Section], prefix: str = "") -> Iterator[Key]:
-    """Yield every key below a section, in the order of the source, sections before their keys.
+    """Yield every key below a section in source order; a section precedes its keys.
 
     Raises:
         ValueError: a field's docstring does not end with [unit; file].
@@ -87,7 +88,7 @@ def _default(field: FieldInfo) -> Any:
 
 
 def _below(kind: Any) -> str:
-    """Return what stands between a section's key and its own: ".", ".<name>." or "[]."."""
+    """Return the separator between a section's key and its own keys: ".", ".<name>." or "[]."."""
     origins = {typing.get_origin(part) for part in (kind, *_parts(kind))}
     return ".<name>." if dict in origins else "[]." if list in origins else "."
 
@@ -117,7 +118,7 @@ def _bounds(metadata: typing.Iterable[Any]) -> str:
 
 
 def _number(value: float) -> str:
-    """Return a bound; large powers of two as such."""
+    """Return a bound as text; large powers of two as 2^n."""
     for power, offset in ((value, ""), (value + 1, " - 1")):
         if isinstance(power, int) and power > 2**20 and power & (power - 1) == 0:
             return f"2^{power.bit_length() - 1}{offset}"

@@ -1,12 +1,12 @@
-"""The base class of every section of the configuration.
+"""Base class of all configuration sections.
 
-A section is a pydantic model. Its fields carry their own documentation, a docstring below each:
+A section is a pydantic model. A docstring below each field documents it:
 
     seq_len: int = Field(ge=3)
     'Length of a row. [tokens; data_pipeline/plan/pack.py]'
 
-The brackets at the end hold the unit ("-" for none) and the file that reads the key;
-`reference.keys` takes them apart, and a test holds every field to this form.
+The brackets at the end contain the unit ("-" for none) and the file that reads the key;
+`reference.keys` parses them, and a test checks this form in every field.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,16 +14,17 @@ from typing import Annotated, Any, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-# YAML knows lists alone, strict pydantic takes a tuple for a tuple: what is inside stays strict.
+# YAML has only lists, and strict pydantic accepts only tuples here. The elements stay strict.
 Pair = Annotated[tuple[float, float], Field(strict=False)]
 IntPair = Annotated[tuple[int, int], Field(strict=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Section(BaseModel):
-    """A part of the configuration: frozen, strict about its keys and their types.
+    """Part of the configuration: frozen, strict about its keys and their types.
 
-    A ValidationError does not print its input, which may hold a password; `problems` shows values.
+    A ValidationError does not print its input, which may contain a password; `problems` prints
+    values.
     """
 
     model_config = ConfigDict(
@@ -35,13 +36,13 @@ class Section(BaseModel):
     )
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with some values changed, all checked again; raises ValidationError."""
+        """Return a copy with some values changed, validated again; raises ValidationError."""
         values = {name: getattr(self, name) for name in type(self).model_fields}
         return type(self).model_validate(values | changes)
 
 
 def section_of(kind: Any) -> type[Section] | None:
-    """Return the section in a field's type, through optional ones, lists and dicts, or None."""
+    """Return the section in a field's type, including optional types, lists and dicts, or None."""
     if isinstance(kind, type) and issubclass(kind, Section):
         return kind
     for inner in getattr(kind, "__args__", ()):
@@ -51,14 +52,14 @@ def section_of(kind: Any) -> type[Section] | None:
 
 
 def problems(error: ValidationError, shown: Any = repr) -> Iterator[str]:
-    """Yield what is wrong as "key path: what is allowed (got value)", one line each.
+    """Yield each problem as "key path: what is allowed (got value)", one line each.
 
     Args:
         error: of a section.
-        shown: makes a text of a value, for values that may be long.
+        shown: formats a value, which may be long.
     """
     for problem in error.errors(include_url=False):
-        # In <> stands which form of a value was read; it is nothing that the user wrote.
+        # Parts in <> name a member of a union type, which the user did not write.
         path = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("<"))
         message = problem["msg"].removeprefix("Value error, ").removeprefix(f"{path}: ")
         value = cast(object, problem["input"])

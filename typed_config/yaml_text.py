@@ -1,9 +1,9 @@
-"""YAML as the configuration reads and writes it: numbers are decimal, and a key stands once.
+"""YAML for reading and writing the configuration: decimal numbers only, no duplicate keys.
 
 PyYAML follows YAML 1.1: 010 is 8, 10:30 is 630, `no` is false, and 1e-6 is a text. Here plain
 values follow the core schema of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema) without its
-octal and hexadecimal forms: 010 is 10, and 10:30, 0x10, 1_000 and `no` are texts, which a key that
-takes a number refuses. `dump` quotes a text that either version would read as something else.
+octal and hexadecimal forms: 010 is 10, and 10:30, 0x10, 1_000 and `no` are texts, which a numeric
+key refuses. `dump` quotes a text that either version would read as another type.
 """
 
 import math
@@ -29,11 +29,11 @@ _PLAIN = (
 
 
 def parse(text: str) -> Any:
-    """Return the value that a text holds.
+    """Return the value of a YAML text.
 
     Raises:
-        ValueError: one line that says why it is no YAML, which key stands twice, or which number is
-            too large.
+        ValueError: one line that explains the syntax error, or names the duplicate key or the
+            number that is too large.
     """
     try:
         return yaml.load(text, _Loader)
@@ -42,12 +42,12 @@ def parse(text: str) -> Any:
 
 
 def dump(value: Any) -> str:
-    """Return a plain value as YAML that `parse` reads back equal; keys keep their order."""
+    """Return a plain value as YAML that `parse` reads back unchanged; keys keep their order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
 
 
 def one_line(value: Any) -> str:
-    """Return the same in one line, as in an override `key=value`."""
+    """Return a plain value as one line of YAML, as in an override `key=value`."""
     text = yaml.dump(
         value, Dumper=_Dumper, sort_keys=False, default_flow_style=True, width=math.inf
     )
@@ -55,12 +55,15 @@ def one_line(value: Any) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads by the rules above."""
+    """YAML loader with the rules above."""
 
     yaml_implicit_resolvers: dict[Any, Any] = {}
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Compose a mapping; before merge keys (`<<`), which may be overridden, are put in."""
+        """Compose a mapping; check for duplicates before merge keys (`<<`) are expanded.
+
+        Keys from a merge may be overridden.
+        """
         node = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
         for key, _ in node.value:
@@ -77,11 +80,11 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what YAML 1.1 or the rules above would read as something else."""
+    """YAML dumper that quotes texts of another type in YAML 1.1 or by the rules above."""
 
 
 def _number(loader: _Loader, node: yaml.ScalarNode) -> int | float:
-    """Build the number of a node that is tagged as one, be it by its form or by the user."""
+    """Convert a node that is tagged as a number, by its form or by the user."""
     text = node.value
     if node.tag == f"{_TAG}int" and _INT.match(text):
         return int(text)

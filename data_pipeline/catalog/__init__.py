@@ -1,1 +1,1 @@
-"""The catalogue of sources: versions, their states, who changed what, which run used what."""
+"""Catalogue of sources: their versions, states, audit log, and the runs that used them."""

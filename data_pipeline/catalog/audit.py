@@ -1,9 +1,9 @@
-"""Who changed what, in a chain of hashes: an entry that is altered or taken out later shows.
+"""Audit log of the catalogue: a hash chain that reveals entries altered or removed later.
 
-The hash of an entry is over itself and the hash before it. The end of the chain can be cut off
-unseen, so whoever must be sure keeps the head of it elsewhere, and has it looked for again. The
-database refuses all of this to anybody but its owner, who can take its triggers away. The
-entries hold every change of a version, so the versions can be compared with them, too.
+An entry's hash covers the entry and the hash before it. Cutting off the end of the chain goes
+undetected, so an auditor must keep the head hash elsewhere and check that it is still in the chain.
+The database refuses such changes to everybody except its owner, who can drop the triggers. The
+entries record every change of a version, so `check` also compares the versions with them.
 """
 
 import hashlib
@@ -26,13 +26,13 @@ AUDITED = tuple(
     for column in VERSION.columns
     if column.name not in ("dataset", "number", "revision", "provenance")
 )
-"""Columns of a version of which the audit holds every value."""
+"""Columns of a version whose every value is in the audit log."""
 _PLACE = ("root", "endpoint", "name")
 _SESSION = text("SELECT session_user, host(inet_client_addr())")
 
 
 class Entry(NamedTuple):
-    """An entry of the audit: its number from 1, UTC, a person, a JSON object."""
+    """Entry of the audit log: its number from 1, UTC time, person, JSON object and hash."""
 
     seq: int
     at: str
@@ -42,29 +42,29 @@ class Entry(NamedTuple):
 
 
 def person(connection: Connection) -> str:
-    """Return who this process acts for.
+    """Return the user that this process acts for.
 
-    PostgreSQL says whom it let in, and from where: the role of the session and the client's address
-    ("local" for a socket). Nothing is taken from the process. SQLite knows nobody: there it is the
-    kernel's user and the machine; LOGNAME and USER are whatever somebody sets.
+    On PostgreSQL, it is the session's role and the client's address ("local" for a socket), as
+    reported by the server; nothing comes from the process. SQLite has no users, so it is the
+    kernel's user and the host name; LOGNAME and USER are ignored because anyone can set them.
     """
     if connection.dialect.name == "postgresql":
         role, address = connection.execute(_SESSION).one()
         return f"{role} from {address or 'local'}"
     try:
         name = pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:  # a number without a name, as in containers
+    except KeyError:  # a uid without a name, as in containers
         name = f"user {os.getuid()}"
     return f"{name}@{socket.gethostname()}"
 
 
 def canonical(value: Mapping[str, Any]) -> str:
-    """Return the one text of a JSON object."""
+    """Return the canonical text of a JSON object."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def append(connection: Connection, what: Mapping[str, Any]) -> None:
-    """Add an entry. The transaction must be one that writes: no other may append beside it."""
+    """Add an entry; the transaction must be a writing one, so that no other writer appends."""
     last = connection.execute(
         select(AUDIT.c.seq, AUDIT.c.hash).order_by(AUDIT.c.seq.desc()).limit(1)
     ).first()
@@ -75,15 +75,15 @@ def append(connection: Connection, what: Mapping[str, Any]) -> None:
 
 
 def change(connection: Connection, row: Row[Any], note: Mapping[str, Any], **values: Any) -> None:
-    """Change a version as it was read, and say so in the audit.
+    """Change a version that is unchanged since it was read, and record this in the audit log.
 
     Args:
         row: the version, as read.
-        note: what else the entry says.
+        note: additional fields of the entry.
         values: columns and their new values.
 
     Raises:
-        Conflict: it was changed since.
+        Conflict: the version was changed since it was read.
     """
     key = (VERSION.c.dataset == row.dataset, VERSION.c.number == row.number)
     done = connection.execute(
@@ -99,10 +99,10 @@ def change(connection: Connection, row: Row[Any], note: Mapping[str, Any], **val
 
 
 def entries(connection: Connection) -> Iterator[Entry]:
-    """Yield the audit from its beginning, each entry compared with its hash.
+    """Yield the audit log from its beginning, and check each entry's hash.
 
     Raises:
-        CatalogError: names the first entry that is not as it was written.
+        CatalogError: names the first entry that was altered.
     """
     seq, previous = 0, ""
     for row in connection.execute(select(AUDIT).order_by(AUDIT.c.seq)):
@@ -117,16 +117,16 @@ def entries(connection: Connection) -> Iterator[Entry]:
 
 
 def check(connection: Connection, head: str | None = None) -> tuple[int, str]:
-    """Compare the chain of entries, and the versions with what it says of them.
+    """Check the hash chain, and compare the versions and replicas with the entries.
 
     Args:
-        head: hash of an entry as somebody noted it, which must be in the chain.
+        head: hash of an entry noted earlier, which must be in the chain.
 
     Returns:
-        Number of entries, and the hash of the last one: "" without any.
+        Number of entries, and the hash of the last one ("" if there are none).
 
     Raises:
-        CatalogError: names the entry or the version that is not as it was written.
+        CatalogError: names the entry or the version that was altered.
     """
     told: dict[str, dict[str, Any]] = {}
     places: set[tuple[str, str, str, str]] = set()
@@ -160,7 +160,7 @@ def check(connection: Connection, head: str | None = None) -> tuple[int, str]:
 
 
 def _check_replicas(connection: Connection, told: set[tuple[str, str, str, str]]) -> None:
-    """Compare where versions lie with what the audit says of it."""
+    """Compare the replicas with the audit log."""
     query = select(VERSION.c.dataset, VERSION.c.number, *(REPLICA.c[key] for key in _PLACE)).join(
         REPLICA, REPLICA.c.content_hash == VERSION.c.content_hash
     )

@@ -1,10 +1,10 @@
-"""What the catalogue says of garbage (`govern.collect`): which versions may go, and what went.
+"""Catalogue side of garbage collection (`govern.collect`): versions that may go, and removals.
 
-A version may go from a root once it has been archived for long enough. It goes in two steps, so
-that a collection which is cut off can be finished and never lies: before the first byte its place
-is taken out of the table of replicas, with the plan's hash in the audit; when the last byte of the
-last copy is gone it becomes deleted. That state is reached in no other way. A source that stays or
-comes back after all has its place given back.
+A version may be removed from a root after it has been archived for long enough. The removal has two
+steps, so that an interrupted collection can be finished and the catalogue stays correct. Before the
+first byte is removed, the replica's row is deleted, with the plan's hash in the audit log. After
+the last byte of the last copy is removed, the version's state becomes "deleted"; nothing else leads
+to this state. If a source stays or comes back, its replica is restored.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,25 +23,25 @@ from data_pipeline.catalog.tables import REPLICA, RUN, RUN_INPUT, VERSION
 from data_pipeline.govern.collect_plan import Retired, Thing
 
 GOING = ("archived", "deleted")
-"""States of versions whose bytes may go."""
+"""States of versions whose bytes may be removed."""
 
 Needs = Callable[[str], str | None]
-"""Folder of a run that has finished -> why it still needs its sources; None: it does not."""
+"""Folder of a finished run -> why it still needs its sources, or None if it does not."""
 
 
 Runs = Sequence[tuple[str, Sequence[Mapping[str, Any]]]]
 
 
 class Ledger:
-    """`govern.collect_plan.Records` of a catalogue, for one place.
+    """`govern.collect_plan.Records` of a catalogue, for one root.
 
     Args:
         catalog: open.
-        root, endpoint: as replicas have them.
-        keep_archived_days: so long an archived version is kept, from when it became so.
-        now: UTC.
-        needs: asked of finished runs that `scan` has seen.
-        runs: reads (folder, sources.json) of more runs, which need what they name.
+        root, endpoint: as in the table of replicas.
+        keep_archived_days: minimum time that a version stays archived before its removal.
+        now: current time, UTC.
+        needs: called for the finished runs that `scan` recorded.
+        runs: returns (folder, sources.json) of further runs, which need the sources they list.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Ledger:
         return found
 
     def user(self, name: str, contents: frozenset[str]) -> str | None:
-        """See `govern.collect_plan.Records`: a run counts by the folder's name, too."""
+        """See `govern.collect_plan.Records`; a run also counts if it used the folder's name."""
         for folder, sources in self._runs:
             for one in sources:
                 if one["name"] == name or {one["content_hash"], one.get("made_as")} & contents:
@@ -103,7 +103,7 @@ class Ledger:
             return connection.execute(query).scalar() not in (None, *GOING)
 
     def taken(self, plan: str) -> dict[str, str]:
-        """See `govern.collect_plan.Records`: not what was registered or brought back since."""
+        """See `govern.collect_plan.Records`; omits sources registered or restored since."""
         with self._catalog.read() as connection:
             there = {row.folder for row in _replicas(connection, *self._place)}
             found = {
@@ -161,9 +161,10 @@ class Ledger:
                     pass
 
     def _delete(self, connection: Connection, plan: str) -> bool:
-        """Make versions deleted whose last copy is gone by a plan; whether there were any.
+        """Mark versions as deleted whose last copy the plan removed; return True if there are any.
 
-        One that grew from another may be noted after it, so all of the plan are looked at.
+        A derived version may be recorded after its parent, so every call checks all versions of the
+        plan.
         """
         mine = [one.what for one in entries(connection) if one.what.get("collected") == plan]
         gone = {one["folder"] for one in mine if one.get("kind") == "source" and not one["kept"]}
@@ -180,20 +181,20 @@ class Ledger:
 def give_back(
     catalog: Catalog, root: str, endpoint: str, sources: Mapping[str, tuple[str, str]]
 ) -> list[tuple[str, str]]:
-    """Take in that sources which a collection let go lie in their folders (again).
+    """Restore the replicas of collected sources that are in their folders again.
 
-    Their versions keep their state: what is archived or deleted may be collected once more.
+    The versions keep their state: archived and deleted versions may be collected again.
 
     Args:
-        root, endpoint: as replicas have them.
-        sources: folder -> content_hash and index_sha256 of its manifest; those that no collection
-            let go there, and those that the catalogue knows there, are left.
+        root, endpoint: as in the table of replicas.
+        sources: folder -> content_hash and index_sha256 of its manifest; skips sources that no
+            collection removed there or that the catalogue already lists there.
 
     Returns:
-        (version, folder) of each that was given back.
+        (version, folder) of each restored replica.
     """
     wanted = {(folder, content) for folder, (content, _) in sources.items()}
-    if not let_go(catalog, root, endpoint) & wanted:  # whoever may only look needs to do no more
+    if not let_go(catalog, root, endpoint) & wanted:  # users without write access stop here
         return []
     found: list[tuple[str, str]] = []
     with catalog.write() as connection:
@@ -209,7 +210,7 @@ def give_back(
 
 
 def let_go(catalog: Catalog, root: str, endpoint: str) -> set[tuple[str, str]]:
-    """Return (folder, content) of what collections let go at a place and the catalogue lacks."""
+    """Return (folder, content) of sources that were collected at a root and not restored."""
     with catalog.read() as connection:
         return _let_go(connection, root, endpoint)
 
@@ -230,7 +231,7 @@ def _let_go(connection: Connection, root: str, endpoint: str) -> set[tuple[str, 
 def to_archive(
     catalog: Catalog, root: str, endpoint: str, days: float, now: datetime
 ) -> list[tuple[str, int, str]]:
-    """Return (version, revision, why) of those at a place that are deprecated for so many days."""
+    """Return (version, revision, reason) of versions at a root deprecated for at least `days`."""
     with catalog.read() as connection:
         since = _since(connection)
         return [
@@ -241,9 +242,9 @@ def to_archive(
 
 
 def archive(catalog: Catalog, wanted: Sequence[tuple[str, int, str]]) -> list[tuple[str, str]]:
-    """Archive versions as `to_archive` found them; returns (version, reason) of those it may not.
+    """Archive versions found by `to_archive`; return (version, reason) of refused ones.
 
-    One that is archived already is left: an earlier call did it.
+    Skips versions that an earlier call archived.
     """
     refused: list[tuple[str, str]] = []
     for name, revision, _ in wanted:
@@ -258,13 +259,13 @@ def archive(catalog: Catalog, wanted: Sequence[tuple[str, int, str]]) -> list[tu
 
 
 def note_plan(catalog: Catalog, plan: str, about: Mapping[str, Any]) -> None:
-    """Write into the audit that a plan was made."""
+    """Record in the audit log that a plan was made."""
     with catalog.write() as connection:
         append(connection, {"collection_planned": plan, **about})
 
 
 def _replicas(connection: Connection, root: str, endpoint: str) -> Sequence[Row[Any]]:
-    """Return the versions at a place, each with `folder`, by folder."""
+    """Return the versions at a root in order of their folders; adds the column `folder`."""
     query = (
         select(VERSION, REPLICA.c.name.label("folder"))
         .join(REPLICA, REPLICA.c.content_hash == VERSION.c.content_hash)
@@ -274,7 +275,7 @@ def _replicas(connection: Connection, root: str, endpoint: str) -> Sequence[Row[
 
 
 def _since(connection: Connection) -> dict[str, tuple[str, str]]:
-    """Return version -> its state and when it came into it, by the audit."""
+    """Return version -> its state and the time it entered this state, from the audit log."""
     found: dict[str, tuple[str, str]] = {}
     for entry in entries(connection):
         state = entry.what.get("change", {}).get("state")
@@ -284,6 +285,6 @@ def _since(connection: Connection) -> dict[str, tuple[str, str]]:
 
 
 def _days(at: str, now: datetime) -> float:
-    """Return the days since a time of the audit (UTC)."""
+    """Return the days since a time in the audit log (UTC)."""
     then = datetime.fromisoformat(at) if at else now
     return (now - then.replace(tzinfo=then.tzinfo or UTC)) / timedelta(days=1)

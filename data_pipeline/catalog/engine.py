@@ -1,10 +1,10 @@
-"""An open catalogue: SQLite by default, PostgreSQL by a URL; what a transaction of it excludes.
+"""An open catalogue, in SQLite by default or in PostgreSQL by URL, and its transactions.
 
-Writers come one after the other: SQLite takes its write lock at the beginning (BEGIN IMMEDIATE; a
-reader that becomes a writer would fail with "database is locked" whatever the timeout), PostgreSQL
-an advisory lock. So nothing that a writer has read changes before it commits, the audit is one
-chain, and there is no order of locks in which two could wait for each other. Whoever may not write
-is refused by the database itself: by its grants, or by the rights of the file.
+Writers run one at a time. SQLite takes its write lock at the start (BEGIN IMMEDIATE), because a
+reader that becomes a writer would fail with "database is locked" whatever the timeout. PostgreSQL
+takes an advisory lock. So the data that a writer has read cannot change before it commits, the
+audit log is one chain, and deadlocks cannot occur. The database itself refuses users without write
+access, by its grants or by the file's permissions.
 """
 
 import os
@@ -21,36 +21,36 @@ from data_pipeline.catalog.tables import SCHEMA
 from data_pipeline.store.addresses import masked
 
 VARIABLE = "KIMI_PRETRAIN_CATALOG"
-"""Environment variable: where the catalogue is."""
+"""Environment variable with the catalogue's file or URL."""
 DEFAULT = "~/.local/share/kimi-pretrain/catalog.sqlite"
 WAIT_S = 30
-_LOCK = 0x4B494D49  # of PostgreSQL's advisory locks, in this database alone
+_LOCK = 0x4B494D49  # key of the PostgreSQL advisory lock, local to this database
 _WRITES = "kimi_catalog_writes"
 _SCHEMA = text("SELECT version_num FROM alembic_version")
 _MIGRATE = "kimi-pretrain data catalog migrate"
 
 
 class CatalogError(ValueError):
-    """The catalogue cannot do what it was asked, and nothing of it was changed."""
+    """The catalogue refuses an operation; nothing was changed."""
 
 
 class NoCatalog(CatalogError):
-    """There is no catalogue yet."""
+    """The catalogue does not exist yet."""
 
 
 class Conflict(CatalogError):
-    """What was to be changed is no longer as it was seen."""
+    """The object to change has changed since it was read."""
 
 
 class Catalog:
     """An open catalogue.
 
     Args:
-        url: a file, or a URL: sqlite:///FILE, postgresql://USER@HOST/DATABASE. None: as the
-            environment says (KIMI_PRETRAIN_CATALOG), or a file of this user.
+        url: a file, or a URL: sqlite:///FILE, postgresql://USER@HOST/DATABASE. None: the
+            environment variable KIMI_PRETRAIN_CATALOG, or else a file in this user's home folder.
 
     Raises:
-        CatalogError: no such kind of catalogue, a password in the URL, or SQLite on a network file
+        CatalogError: unknown kind of catalogue, a password in the URL, or SQLite on a network file
             system.
     """
 
@@ -67,7 +67,7 @@ class Catalog:
         else:
             self._engine = create_engine(
                 given,
-                isolation_level="READ COMMITTED",  # a snapshot would be older than the lock
+                isolation_level="READ COMMITTED",  # a snapshot could predate the lock
                 pool_pre_ping=True,
                 connect_args={"connect_timeout": 10},
             )
@@ -78,11 +78,11 @@ class Catalog:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """Open a transaction that sees one state and changes nothing.
+        """Open a read-only transaction that sees one consistent state.
 
         Raises:
-            NoCatalog: there is none yet.
-            CatalogError: it has another schema, or it does not answer.
+            NoCatalog: the catalogue does not exist yet.
+            CatalogError: the schema differs from this version's, or the database does not answer.
         """
         if self._file is not None and not self._file.exists():
             raise self._nothing_there()
@@ -94,10 +94,11 @@ class Catalog:
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """Open a transaction that no other writer runs beside; an empty database gets its tables.
+        """Open a transaction that excludes other writers; create tables in an empty database.
 
         Raises:
-            CatalogError: it has another schema, this user may not write, or it does not answer.
+            CatalogError: the schema differs from this version's, this user has no write access, or
+                the database does not answer.
         """
         with self._transaction(writes=True) as connection:
             if (found := self._schema(connection)) is None:
@@ -107,10 +108,10 @@ class Catalog:
             yield connection
 
     def migrate(self) -> tuple[str | None, str]:
-        """Bring the schema to this version's; returns the one that was there, and that.
+        """Upgrade the schema to this version's; return the schema before and after.
 
         Raises:
-            CatalogError: it is a later version's, or as `write`.
+            CatalogError: the schema is newer than this version's, or as in `write`.
         """
         with self._transaction(writes=True) as connection:
             before = migrate.current(connection)
@@ -125,7 +126,7 @@ class Catalog:
         if self._file is not None and writes:
             self._file.parent.mkdir(parents=True, exist_ok=True)
         options: dict[str, object] = {_WRITES: writes}
-        if self._file is None and not writes:  # SQLite's readers see one state anyway
+        if self._file is None and not writes:  # SQLite's readers see a snapshot by default
             options |= {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
         try:
             with self._engine.connect() as plain:
@@ -140,7 +141,7 @@ class Catalog:
             raise CatalogError(f"catalogue {self.where}: {told}; nothing was changed") from error
 
     def _schema(self, connection: Connection) -> str | None:
-        """Return the schema; Alembic looks whether there is one, a question that costs more."""
+        """Return the schema; asks Alembic, which is slower, only until the tables exist."""
         if self._has_tables:
             return connection.execute(_SCHEMA).scalar()
         found = migrate.current(connection)
@@ -169,7 +170,7 @@ class Catalog:
 
 
 def _checked(given: str) -> URL:
-    """Return a URL, of SQLite with an absolute path.
+    """Return the URL of a catalogue; SQLite files get absolute paths.
 
     Raises:
         CatalogError: see `Catalog`.
@@ -206,7 +207,7 @@ def _bad_url(given: str) -> CatalogError:
 
 
 def _on_connect(connection: sqlite3.Connection, _: object) -> None:
-    connection.isolation_level = None  # transactions begin where we say, and as we say
+    connection.isolation_level = None  # `_on_begin` starts transactions explicitly
     connection.execute("PRAGMA foreign_keys = ON")
 
 

@@ -1,4 +1,4 @@
-"""Finds versions in the catalogue, and the folder of the one that a run asks for."""
+"""Finds versions in the catalogue, and the folder of the version that a run requests."""
 
 from typing import Any, NamedTuple
 
@@ -13,11 +13,11 @@ from data_pipeline.store.addresses import endpoint_of
 from data_pipeline.store.open import Store
 
 TRAINABLE = ("verified", "active", "deprecated")
-"""States in which a version may be trained on by its name."""
+"""States in which a run may request a version by name."""
 
 
 class Resolved(NamedTuple):
-    """What a name stands for: the version, the folder under the run's root, its state."""
+    """Result of resolving a name: the version, its folder under the run's root, its state."""
 
     version: str
     name: str
@@ -25,10 +25,10 @@ class Resolved(NamedTuple):
 
 
 def version(connection: Connection, name: str) -> Row[Any]:
-    """Return the row of captions@3, or of captions@active.
+    """Return the row of a version, by a name such as captions@3 or captions@active.
 
     Raises:
-        ValueError: there is none; says which there are.
+        ValueError: no such version; the message lists the existing ones.
     """
     wanted = parse(name)
     found = connection.execute(
@@ -44,24 +44,25 @@ def version(connection: Connection, name: str) -> Row[Any]:
 
 
 def unknown(connection: Connection, dataset: str) -> CatalogError:
-    """Return the error of a dataset that is not there."""
+    """Return the error for an unknown dataset."""
     known = connection.execute(select(VERSION.c.dataset).distinct().order_by("dataset"))
     hint = did_you_mean(dataset, [row.dataset for row in known])
     return CatalogError(f"the catalogue has no {dataset!r}; {hint}")
 
 
 def resolve(catalog: Catalog, store: Store, endpoint: str | None, name: str) -> Resolved:
-    """Return the folder under a store's root that a version's name stands for.
+    """Return the folder under a store's root for a version's name.
 
     Args:
-        catalog: read once.
-        store: the run's, at its root.
-        endpoint: as it was opened with.
+        catalog: read in one transaction.
+        store: the run's store, at its root.
+        endpoint: endpoint that the store was opened with.
         name: captions@3 or captions@active.
 
     Raises:
-        CatalogError: no such version, its state forbids it, or it does not lie under this root.
-        IndexMismatch: the folder's manifest is not that of the version.
+        CatalogError: no such version, its state forbids training, or it has no copy under this
+            root.
+        IndexMismatch: the folder's manifest does not match the version.
         StoreError: the manifest cannot be read.
     """
     with catalog.read() as connection:
@@ -87,7 +88,7 @@ def resolve(catalog: Catalog, store: Store, endpoint: str | None, name: str) -> 
 
 
 class Copy(NamedTuple):
-    """Where a version lies: root and endpoint ("" without one), its folder, and its content."""
+    """A copy of a version: root and endpoint (or ""), its folder, and its content_hash."""
 
     version: str
     root: str
@@ -97,10 +98,10 @@ class Copy(NamedTuple):
 
 
 def copies(catalog: Catalog, name: str) -> list[Copy]:
-    """Return where captions@3 or captions@active lies, whatever its state; sorted.
+    """Return the copies of captions@3 or captions@active in any state, sorted.
 
     Raises:
-        CatalogError: there is no such version, or it lies nowhere.
+        CatalogError: there is no such version, or the catalogue knows no copy of it.
     """
     with catalog.read() as connection:
         row = version(connection, name)

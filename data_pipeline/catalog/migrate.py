@@ -1,7 +1,8 @@
-"""Brings the schema of a catalogue to this version's (Alembic), inside a transaction of its own.
+"""Upgrades a catalogue's schema to this version's with Alembic, inside the caller's transaction.
 
-The caller's transaction excludes all other writers, so of several that begin at once the first does
-the work and the others find it done. There is no alembic.ini and no env.py: one schema, one way up.
+The caller's transaction excludes all other writers, so of several processes that start at once, the
+first upgrades the schema and the others find it current. There is no alembic.ini or env.py, because
+the schema has a single line of upgrades.
 """
 
 from pathlib import Path
@@ -15,17 +16,17 @@ _HERE = Path(__file__).parent
 
 
 def scripts() -> ScriptDirectory:
-    """Return the steps of the schema, in `catalog.versions`."""
+    """Return the schema's migration steps, in `catalog.versions`."""
     return ScriptDirectory(str(_HERE))
 
 
 def current(connection: Connection) -> str | None:
-    """Return the schema that a catalogue has; None where there is none yet."""
+    """Return the schema of a catalogue, or None if it has none yet."""
     return MigrationContext.configure(connection).get_current_revision()
 
 
 def upgrade(connection: Connection, to: str = "head") -> None:
-    """Run the steps that a catalogue lacks. The transaction must exclude other writers."""
+    """Run the missing migration steps. The transaction must exclude other writers."""
     steps = scripts()
     context = MigrationContext.configure(
         connection, opts={"fn": lambda revision, _: steps._upgrade_revs(to, revision)}

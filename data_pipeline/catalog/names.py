@@ -1,4 +1,4 @@
-"""How versions are named, `captions@3` or `captions@active`, and licences by SPDX. Pure."""
+"""Names of versions (`captions@3` or `captions@active`), and SPDX licence names. Pure functions."""
 
 import re
 from typing import Any, NamedTuple
@@ -8,13 +8,13 @@ from packaging.licenses import InvalidLicenseExpression, canonicalize_license_ex
 from data_pipeline.index.shards import check_source_name
 
 ACTIVE = "active"
-# "captions_3", "captions-v3": the third version of captions. A zero in front would be another name
-# of the same number.
+# Matches "captions_3" and "captions-v3", the third version of captions. Leading zeros are excluded,
+# because they would give a number two names.
 _NUMBERED = re.compile(r"(.+?)[_-]v?([1-9]\d{0,5})")
 
 
 class Wanted(NamedTuple):
-    """A version as it is asked for; `number` is None for the active one."""
+    """A requested version; `number` is None for the active version."""
 
     dataset: str
     number: int | None
@@ -29,7 +29,7 @@ def name_of(row: Any) -> str:
 
 
 def parse(text: str) -> Wanted:
-    """Return which version a text asks for.
+    """Return the version that a text requests.
 
     Raises:
         ValueError: it is neither DATASET@NUMBER nor DATASET@active.
@@ -42,9 +42,9 @@ def parse(text: str) -> Wanted:
 
 
 def of_folder(name: str) -> tuple[str, int]:
-    """Return dataset and number of a source by its folder: captions_3 is captions@3, web is web@1.
+    """Return a source's dataset and number by its folder: captions_3 is captions@3, web is web@1.
 
-    The one rule by which a catalogue that was lost gets its names back.
+    A lost catalogue recovers its names by this rule.
     """
     match = _NUMBERED.fullmatch(name)
     return (match[1], int(match[2])) if match else (name, 1)
@@ -54,7 +54,7 @@ def check_licence(text: str) -> str:
     """Return an SPDX licence expression in its normal form.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not an SPDX expression.
     """
     try:
         return canonicalize_license_expression(text)

@@ -1,8 +1,8 @@
-"""Takes in that a source was redacted: its folder holds other content, which is another version.
+"""Records redactions: after one, a source's folder has other content, which is a new version.
 
-The new version is staged, with licence, owner and tags of the old one, which no longer lies there.
-Requests are entries of the audit. Keys of samples may name persons and no entry of the audit can be
-taken out, so entries hold numbers and hashes of them.
+The new version is staged. It inherits licence, owner and tags of the old version, whose replica is
+removed. Requests are entries of the audit log. Keys of samples may name persons, and no entry can
+be removed, so entries contain only the number of keys and a hash of them.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from data_pipeline.store.addresses import endpoint_of
 def note_request(
     catalog: Catalog, request: str, wanted: Mapping[str, Sequence[str]], what: str
 ) -> None:
-    """Write into the audit that samples were asked to be deleted, or what was done about it.
+    """Record in the audit log a request to delete samples, or its execution.
 
     Args:
         request: number or name of the request.
@@ -38,12 +38,12 @@ def note_request(
 def note_hold(
     catalog: Catalog, root: str, endpoint: str | None, hold: Hold, what: str, locked: str | None
 ) -> None:
-    """Write into the audit that a hold was put or ended.
+    """Record in the audit log that a hold was put or ended.
 
     Args:
-        root, endpoint: where the source lies, as its store was opened.
+        root, endpoint: of the source, as its store was opened.
         what: "put" or "ended".
-        locked: what came of the store's own lock; None: it was not asked for.
+        locked: result of the store's own lock; None: no lock was requested.
     """
     with catalog.write() as connection:
         append(connection, _about(root, endpoint, hold, what) | {"lock": locked})
@@ -57,11 +57,11 @@ def change_hold(
     what: str,
     by: str,
 ) -> None:
-    """Put or end a hold for a person, if the audit can have it: an error leaves both as they were.
+    """Put or end a hold for a person; an error leaves the hold and the audit log unchanged.
 
     Args:
         root, endpoint, what: as for `note_hold`.
-        change: puts or ends it.
+        change: puts or ends the hold.
         by: the person.
     """
     with catalog.write() as connection:
@@ -77,17 +77,17 @@ def _about(root: str, endpoint: str | None, hold: Hold, what: str) -> dict[str, 
 def follow(
     catalog: Catalog, sources: Sequence[Source], request: str | None = None
 ) -> list[tuple[str, str]]:
-    """Take in the content that redacted sources have now; all of them or none.
+    """Record the current content of redacted sources; all of them or none.
 
     Args:
-        sources: as `register.look` found them; what is not registered, or is as it was, is left.
-        request: that the entries name.
+        sources: as returned by `register.look`; skips unregistered and unchanged sources.
+        request: request number or name for the entries.
 
     Returns:
-        (version that lay there, version that lies there) of each that changed.
+        (old version, new version) of each changed source.
 
     Raises:
-        CatalogError: a folder holds something else than its version redacted.
+        CatalogError: a folder's content is not its version with samples redacted.
     """
     moved: list[tuple[str, str]] = []
     with catalog.write() as connection:
@@ -113,7 +113,8 @@ def _move(
     append(connection, {"replica_gone": name_of(row), **source.place, **told})
     content = VERSION.c.content_hash == source.columns["content_hash"]
     if connection.execute(select(VERSION).where(content)).first() is not None:
-        return name_of(row), register_in(connection, source, None, {})[0]  # another copy came first
+        # another redacted copy is registered already
+        return name_of(row), register_in(connection, source, None, {})[0]
     same = select(func.max(VERSION.c.number)).where(VERSION.c.dataset == row.dataset)
     name = Wanted(row.dataset, int(connection.execute(same).scalar_one()) + 1)
     governed = {"licence": row.licence, "owner": row.owner, "tags": row.tags}
@@ -122,7 +123,7 @@ def _move(
 
 
 def _registered(connection: Connection, source: Source) -> Row[Any] | None:
-    """Return the version that lies where a source does."""
+    """Return the version registered at a source's root and folder."""
     place = [REPLICA.c[key] == value for key, value in source.place.items()]
     query = select(VERSION).join(REPLICA, REPLICA.c.content_hash == VERSION.c.content_hash)
     return connection.execute(query.where(*place)).first()

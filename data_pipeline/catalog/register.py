@@ -1,7 +1,7 @@
-"""Takes sources into the catalogue: one, or all under some roots where a catalogue was lost.
+"""Registers sources in the catalogue: a single source, or all under a root to rebuild a catalogue.
 
-A version is a content. Where it lies is a matter of its replicas: the same content under another
-root is the same version, and other content under its name is refused.
+A version is identified by its content, and its replicas record its locations. The same content
+under another root is the same version; other content under the same name is refused.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from data_pipeline.store.open import MissingKey, Store
 
 
 class Source(NamedTuple):
-    """A source as its folder shows it: where it lies, and its columns in the catalogue."""
+    """A source as read from its folder: its location, and its columns in the catalogue."""
 
     root: str
     endpoint: str
@@ -30,18 +30,18 @@ class Source(NamedTuple):
 
     @property
     def place(self) -> dict[str, str]:
-        """Where it lies, as the tables have it."""
+        """Location of the source, as columns of the tables."""
         return {"root": self.root, "endpoint": self.endpoint, "name": self.name}
 
 
 def look(store: Store, endpoint: str | None, name: str) -> Source:
-    """Read a source's index and provenance, and check that they belong together.
+    """Read a source's index and provenance, and check that they match.
 
     Raises:
-        MissingKey, IndexMismatch: there is none, or its files do not belong together.
+        MissingKey, IndexMismatch: the source does not exist, or its files do not match.
     """
     index, provenance = read_index(store, name), read_provenance(store, name)
-    if index.redacted:  # by what it was made with those that hold its shards know it
+    if index.redacted:  # derived sources identify it by its original hash
         provenance = (provenance or {}) | {"made_as": index.identity}
     parent = (provenance or {}).get("parent")
     columns = {
@@ -52,7 +52,7 @@ def look(store: Store, endpoint: str | None, name: str) -> Source:
         "items": index.num_items,
         "bytes": sum(shard.size for shard in index.shards),
         "provenance": provenance,
-        # What was reindexed with its own tokenizer is the same content.
+        # Reindexing with the same tokenizer gives the same content.
         "parent": parent if isinstance(parent, str) and parent != index.content_hash else None,
     }
     place = (store.uri, endpoint_of(store.uri, endpoint), name)
@@ -62,18 +62,18 @@ def look(store: Store, endpoint: str | None, name: str) -> Source:
 def register(
     catalog: Catalog, source: Source, wanted: Wanted | None = None, **governed: Any
 ) -> tuple[str, bool]:
-    """Take a source in, as a version that is staged or as one more copy of one that is known.
+    """Register a source as a new staged version, or as another copy of a known version.
 
     Args:
-        source: as `look` found it.
-        wanted: its name in the catalogue; None: by its folder's, see `names.of_folder`.
-        governed: licence, owner, tags and parent, of a new version.
+        source: as returned by `look`.
+        wanted: its name in the catalogue; None: derived from its folder by `names.of_folder`.
+        governed: licence, owner, tags and parent of a new version.
 
     Returns:
-        The version's name, and whether anything changed.
+        The version's name, and True if anything changed.
 
     Raises:
-        CatalogError: the name is another content's, or the place is; nothing was changed.
+        CatalogError: the name or the location belongs to other content; nothing was changed.
     """
     with catalog.write() as connection:
         return register_in(connection, source, wanted, governed)
@@ -82,18 +82,18 @@ def register(
 def rebuild(
     catalog: Catalog, store: Store, endpoint: str | None
 ) -> tuple[list[tuple[str, bool]], list[str]]:
-    """Take in all finished sources under a root, by their own files alone.
+    """Register all finished sources under a root, using only their own files.
 
-    All of them are staged: states, licences and owners are nowhere but in the catalogue.
+    All of them are staged, because states, licences and owners exist only in the catalogue.
 
     Returns:
-        Of each source that could be taken what `register` returns; of the others what is wrong.
+        Results of `register` for the registered sources; error messages for the other sources.
     """
     taken, problems = [], []
     for name in sources_at(store):
         try:
             taken.append(register(catalog, look(store, endpoint, name)))
-        except KeyError as error:  # of a manifest
+        except KeyError as error:  # a missing field of a manifest
             problems.append(f"{store.uri}/{name}: manifest.json has no field {error}")
         except (ValueError, TypeError, IndexMismatch, MissingKey) as error:
             problems.append(f"{store.uri}/{name}: {error}")
@@ -103,7 +103,7 @@ def rebuild(
 def register_in(
     connection: Connection, source: Source, wanted: Wanted | None, governed: Mapping[str, Any]
 ) -> tuple[str, bool]:
-    """Do what `register` does, in a transaction that writes."""
+    """Do the work of `register` in an open write transaction."""
     content = source.columns["content_hash"]
     known = connection.execute(select(VERSION).where(VERSION.c.content_hash == content)).first()
     _check_place(connection, source, content)
@@ -134,7 +134,7 @@ def register_in(
 
 
 def _check_place(connection: Connection, source: Source, content: str) -> None:
-    """Refuse a place that is known to hold other content: a finished source never changes."""
+    """Raise if the location is registered with other content: a finished source never changes."""
     same = [REPLICA.c[key] == value for key, value in source.place.items()]
     found = connection.execute(select(REPLICA.c.content_hash).where(*same)).scalar()
     if found not in (None, content):
@@ -168,10 +168,10 @@ def _add_version(
 
 
 def check_descent(connection: Connection, name: str, content: str, parent: str | None) -> None:
-    """Refuse a version as its own ancestor.
+    """Refuse a version that would be its own ancestor.
 
     Raises:
-        CatalogError: it would be.
+        CatalogError: the version would descend from itself.
     """
     seen = {content}
     while parent is not None:

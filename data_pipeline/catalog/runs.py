@@ -1,7 +1,7 @@
-"""Takes in what runs wrote down of their sources: which version, at which steps.
+"""Records which versions the runs used, and at which steps, from the files in the run folders.
 
-A run never asks the catalogue while it trains. Rank 0 leaves `sources.json` in the run folder, and
-metrics.jsonl tells of each step how many tokens of each source were trained on.
+A run never accesses the catalogue while it trains. Rank 0 writes `sources.json` to the run folder,
+and metrics.jsonl has the number of tokens trained per source for each step.
 """
 
 import json
@@ -19,7 +19,7 @@ from data_pipeline.names import did_you_mean
 
 
 class Run(NamedTuple):
-    """A run as its folder shows it: rows of the tables `run` and `run_input`."""
+    """A run as read from its folder: rows of the tables `run` and `run_input`."""
 
     folder: str
     state: str
@@ -28,10 +28,10 @@ class Run(NamedTuple):
 
 
 def read_run(folder: Path) -> Run:
-    """Read what a run folder tells.
+    """Read a run folder.
 
     Raises:
-        ValueError: a file is not as a run writes it; names it.
+        ValueError: a file is malformed; names it.
     """
     where = str(folder.resolve())
     try:
@@ -61,7 +61,7 @@ def read_run(folder: Path) -> Run:
 
 
 def scan(catalog: Catalog, runs: Sequence[Run]) -> None:
-    """Take runs in, in place of what was known of them; all of them or none."""
+    """Record runs, replacing earlier records of them; all of them or none."""
     with catalog.write() as connection:
         for run in runs:
             connection.execute(delete(RUN_INPUT).where(RUN_INPUT.c.folder == run.folder))
@@ -73,10 +73,10 @@ def scan(catalog: Catalog, runs: Sequence[Run]) -> None:
 
 
 def forget(catalog: Catalog, folder: str) -> tuple[str, int]:
-    """Forget a run, with an entry of the audit; returns its folder, and how many sources it used.
+    """Remove a run and record this in the audit log; return its folder and its number of sources.
 
     Raises:
-        CatalogError: no run of this folder is known; names the nearest.
+        CatalogError: no run with this folder is known; suggests the nearest name.
     """
     with catalog.write() as connection:
         known = connection.execute(select(RUN).order_by(RUN.c.folder)).all()
@@ -96,7 +96,7 @@ def forget(catalog: Catalog, folder: str) -> tuple[str, int]:
 
 
 def unfinished_with(connection: Connection, content: str) -> list[str]:
-    """Return the folders of known runs that have steps to do and use a content, sorted."""
+    """Return the folders of unfinished runs that use a content, sorted."""
     query = (
         select(RUN.c.folder)
         .join(RUN_INPUT, RUN_INPUT.c.folder == RUN.c.folder)
@@ -106,7 +106,7 @@ def unfinished_with(connection: Connection, content: str) -> list[str]:
 
 
 class _Steps:
-    """The steps in which a source was trained on."""
+    """Steps in which a source was trained on."""
 
     def __init__(self) -> None:
         self.steps, self.tokens = 0, 0
@@ -121,7 +121,7 @@ class _Steps:
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a run that may still be writing: the last one may be cut off."""
+    """Yield complete lines; a running job may not have finished writing the last line."""
     if not file.is_file():
         return
     with file.open() as lines:

@@ -1,4 +1,4 @@
-"""What the catalogue holds, as plain values for tables, pages and JSON."""
+"""Reads the catalogue as plain values for tables, pages and JSON."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from data_pipeline.catalog.tables import REPLICA, RUN, RUN_INPUT, VERSION
 
 
 def versions(connection: Connection, dataset: str | None = None) -> list[dict[str, Any]]:
-    """Return the versions of a dataset, or of all, in the order of their names.
+    """Return the versions of one or all datasets, sorted by name.
 
     Raises:
         CatalogError: there is no such dataset.
@@ -26,10 +26,10 @@ def versions(connection: Connection, dataset: str | None = None) -> list[dict[st
 
 
 def details(connection: Connection, name: str) -> dict[str, Any]:
-    """Return a version with its replicas, relatives, runs and history.
+    """Return a version with its replicas, parent, children, runs and history.
 
     Raises:
-        CatalogError: there is none of this name.
+        CatalogError: there is no version of this name.
     """
     row = version(connection, name)
     found, content = _version(row), row.content_hash
@@ -60,7 +60,7 @@ def details(connection: Connection, name: str) -> dict[str, Any]:
 
 
 def lying_at(connection: Connection, root: str, endpoint: str) -> dict[str, dict[str, Any]]:
-    """Return folder -> version of what was registered under a root."""
+    """Return folder -> version for the sources registered under a root."""
     query = (
         select(REPLICA.c.name, *VERSION.c)
         .join(VERSION, VERSION.c.content_hash == REPLICA.c.content_hash)
@@ -70,7 +70,7 @@ def lying_at(connection: Connection, root: str, endpoint: str) -> dict[str, dict
 
 
 def known_runs(connection: Connection) -> list[str]:
-    """Return the folders of the runs that were scanned, sorted."""
+    """Return the folders of the scanned runs, sorted."""
     return sorted(connection.execute(select(RUN.c.folder)).scalars())
 
 
@@ -95,7 +95,7 @@ def _in_short(what: dict[str, Any]) -> str:
 
 
 def _named(connection: Connection, content: str | None) -> str | None:
-    """Return the version of a content, or its hash where nobody registered it."""
+    """Return the version of a content, or its hash if it is not registered."""
     query = select(VERSION.c.dataset, VERSION.c.number).where(VERSION.c.content_hash == content)
     found = connection.execute(query).first()
     return name_of(found) if found else content

@@ -1,10 +1,10 @@
-"""The life of a version: which state follows which, and what must be there before.
+"""States of a version, their transitions, and the conditions for each.
 
     staged -> verified -> active -> deprecated -> archived -> deleted
 
-Backwards: what was verified may be staged again, what is deprecated active again, and what was
-archived is staged: it is verified anew before anybody trains on it. A dataset has at most one
-active version; the next one takes its place in one transaction, so that there is always one.
+Backward transitions: a verified version may become staged, and a deprecated one active again. An
+archived version becomes staged, so it must be verified again before training. A dataset has at most
+one active version; the next version replaces it in one transaction, so that there is always one.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ FOLLOWING: dict[str, tuple[str, ...]] = {
     "archived": ("staged", "deleted"),
     "deleted": (),
 }
-"""State -> those that may follow it; deleted does when the bytes are gone (`catalog.collect`)."""
+"""State -> states that may follow; only `catalog.collect` sets "deleted", after removal."""
 
 
 def promote(
@@ -50,15 +50,16 @@ def promote(
         name: captions@3, or captions@active.
         to: one of `STATES`.
         report: of `data verify`, for "verified"; see `read_report`.
-        revision: that it must still have; None: whichever it has.
-        by: who asked a server for it, whose own user the audit names anyway.
+        revision: revision that the version must still have; None: any.
+        by: person who sent the request to a server; the audit log names the server's user as well.
 
     Returns:
-        (version, state before, state) of it, and before it of the one whose place it takes.
+        (version, state before, state after) of the version; before it, that of the version it
+        replaces.
 
     Raises:
-        CatalogError: the state does not follow, or something is missing; nothing was changed.
-        Conflict: it has another revision by now.
+        CatalogError: the transition is not allowed, or a condition is not met; nothing was changed.
+        Conflict: the version has another revision.
     """
     if to not in STATES:
         raise CatalogError(f"state {to!r}: {did_you_mean(to, STATES)}")
@@ -93,15 +94,16 @@ def promote(
 def set_fields(
     catalog: Catalog, name: str, values: Mapping[str, Any], revision: int | None = None
 ) -> str:
-    """Set licence, owner, tags or parent of a version; returns its name.
+    """Set licence, owner, tags or parent of a version; return its name.
 
     Args:
-        values: "licence" (SPDX), "owner", "tags" (a list), "parent" (another version's name);
-            None takes the first two and the last away.
+        values: "licence" (SPDX), "owner", "tags" (a list), "parent" (another version's name); None
+            removes licence, owner or parent.
 
     Raises:
-        CatalogError: it is deleted, or active and would lose what a version must have there.
-        ValueError: a licence that is not SPDX. Conflict: as `promote`.
+        CatalogError: the version is deleted, or is active and would lose a required field.
+        ValueError: the licence is not SPDX.
+        Conflict: as in `promote`.
     """
     with catalog.write() as connection:
         row = version(connection, name)
@@ -123,10 +125,10 @@ def set_fields(
 
 
 def read_report(file: Path) -> dict[str, Any]:
-    """Return the report that `data verify --json` printed into a file, as its last line.
+    """Return the report that `data verify --json` printed, from the last line of a file.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the file has no report.
     """
     lines = file.read_text().splitlines()
     try:
@@ -157,10 +159,10 @@ def _check_step(row: Row[Any], to: str) -> None:
 
 
 def _verified_by(row: Row[Any], report: Mapping[str, Any] | None) -> str:
-    """Return the SHA-256 of a report that finds the whole version sound.
+    """Return the SHA-256 of a report that finds the whole version valid.
 
     Raises:
-        CatalogError: says what the report lacks.
+        CatalogError: names the part that the report lacks.
     """
     if report is None:
         raise CatalogError(
@@ -225,17 +227,18 @@ def _check_unused(connection: Connection, row: Row[Any]) -> None:
 
 
 def delete_version(connection: Connection, row: Row[Any], plan: str) -> bool:
-    """Note that the bytes of an archived version are gone; returns whether it is deleted now.
+    """Record that the bytes of an archived version are gone; return True if it is deleted now.
 
-    For `catalog.collect` alone, which has removed them. It stays archived as long as a version that
-    is not deleted holds its shards by reference: a copy elsewhere may have them.
+    Only `catalog.collect` calls this, after it has removed the bytes. The version stays archived
+    while a version that is not deleted refers to its shards, because a copy elsewhere may have
+    them.
 
     Args:
         row: the version, as read.
-        plan: hash of the plan by which it was collected.
+        plan: hash of the collection plan that removed it.
     """
     mine = {row.content_hash, (row.provenance or {}).get("made_as", row.content_hash)}
-    # By provenance, not by the parent, which people may set.
+    # Use the provenance, because people may set the parent.
     for other in connection.execute(select(VERSION).where(VERSION.c.state != "deleted")):
         made_of = other.provenance or {}
         holds = made_of.get("kind") in ("append", "reindex") and made_of.get("parent") in mine

@@ -1,7 +1,7 @@
-"""The tables of the catalogue, as `catalog.versions` makes them.
+"""Tables of the catalogue, as created by `catalog.versions`.
 
-What a source is (hashes, sizes, provenance) is a copy of what lies beside its shards; state,
-licence, owner, tags and the audit are here alone. No table holds a credential.
+Hashes, sizes and provenance are copied from the files of a source; state, licence, owner, tags and
+the audit log exist only here. No table holds a credential.
 """
 
 from sqlalchemy import (
@@ -21,10 +21,10 @@ from sqlalchemy import (
 )
 
 SCHEMA = "0003"
-"""The last step of `catalog.versions`; a catalogue of another schema is refused."""
+"""Last step of `catalog.versions`; a catalogue with another schema is refused."""
 
 STATES = ("staged", "verified", "active", "deprecated", "archived", "deleted")
-"""The states of a version, in the order in which it goes through them."""
+"""States of a version, in order."""
 
 METADATA = MetaData(
     naming_convention={
@@ -36,7 +36,7 @@ METADATA = MetaData(
     }
 )
 
-# The gates once more, where no program can go around them.
+# Database constraints repeat the checks of `states`, so that no program can bypass them.
 STATE_KNOWN = "state IN ('staged', 'verified', 'active', 'deprecated', 'archived', 'deleted')"
 VERIFIED = "state IN ('staged', 'archived', 'deleted') OR report IS NOT NULL"
 RELEASED = "state <> 'active' OR (licence IS NOT NULL AND owner IS NOT NULL)"
@@ -53,13 +53,13 @@ VERSION = Table(
     Column("items", BigInteger, nullable=False),
     Column("bytes", BigInteger, nullable=False),
     Column("provenance", JSON(none_as_null=True)),
-    Column("parent", String(64)),  # content hash, perhaps of a source that nobody registered
+    Column("parent", String(64)),  # content hash; the parent may be unregistered
     Column("licence", String(200)),
     Column("owner", String(200)),
     Column("tags", JSON, nullable=False),
     Column("report", String(64)),  # SHA-256 of the report that verified it
     Column("state", String(16), nullable=False),
-    Column("revision", Integer, nullable=False),  # counts its changes
+    Column("revision", Integer, nullable=False),  # number of changes
     CheckConstraint(STATE_KNOWN, name="state_known"),
     CheckConstraint(VERIFIED, name="verified"),
     CheckConstraint(RELEASED, name="released"),
@@ -72,26 +72,26 @@ ONE_ACTIVE = Index(
     postgresql_where=text("state = 'active'"),
 )
 
-# Where a version lies: at most once under a root.
+# Locations of a version: at most one per root.
 REPLICA = Table(
     "replica",
     METADATA,
     Column("content_hash", String(64), ForeignKey("version.content_hash"), primary_key=True),
     Column("root", Text, primary_key=True),
-    Column("endpoint", Text, primary_key=True),  # "" for Amazon's own and for folders
+    Column("endpoint", Text, primary_key=True),  # "" for AWS S3 and for folders
     Column("name", String(200), nullable=False),
     Column("index_sha256", String(64), nullable=False),
     UniqueConstraint("root", "endpoint", "name"),
 )
 
-# Entries are only ever added: by triggers, too (`catalog.versions.v0003_append_only`).
+# Append-only, enforced by triggers (`catalog.versions.v0003_append_only`).
 AUDIT = Table(
     "audit",
     METADATA,
     Column("seq", BigInteger, primary_key=True, autoincrement=False),
     Column("at", String(32), nullable=False),
     Column("who", String(200), nullable=False),
-    Column("what", Text, nullable=False),  # JSON as it was hashed
+    Column("what", Text, nullable=False),  # the hashed JSON text
     Column("previous", String(64), nullable=False),
     Column("hash", String(64), nullable=False, unique=True),
 )
@@ -104,7 +104,7 @@ RUN = Table(
     Column("step", BigInteger, nullable=False),
 )
 
-# Which source a run used; the hash may be of one that nobody registered.
+# Sources that a run used; they may be unregistered.
 RUN_INPUT = Table(
     "run_input",
     METADATA,
@@ -114,7 +114,7 @@ RUN_INPUT = Table(
     Column("asked", String(250), nullable=False),
     Column("content_hash", String(64), nullable=False, index=True),
     Column("index_sha256", String(64), nullable=False),
-    Column("steps", BigInteger, nullable=False),  # in which a token of it was trained on
+    Column("steps", BigInteger, nullable=False),  # number of steps that trained on a token of it
     Column("first_step", BigInteger),
     Column("last_step", BigInteger),
     Column("tokens", BigInteger, nullable=False),

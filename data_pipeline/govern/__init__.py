@@ -1,1 +1,1 @@
-"""Deletion requests: overwriting samples at rest, and which runs trained on them."""
+"""Deletion requests, holds and garbage collection for samples and sources at rest."""

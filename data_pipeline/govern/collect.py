@@ -1,13 +1,14 @@
-"""Garbage collection: what nobody needs under a root is listed, and removed after a grace.
+"""Garbage collection: lists unneeded objects under a root and removes them after a grace period.
 
-1. `propose` lists what can be proven unneeded, by the manifests, holds and journals under the root
-   and by what the catalogue and the run folders say (`needed`); it changes nothing.
-2. `Plan.save` writes it down (`collect_plan`).
-3. `apply` works it out once more, when the grace is over and nobody else can write to the sources
-   concerned. Only what is still unneeded, and still the very same object, is removed.
+1. `propose` lists provably unneeded objects. It reads the manifests, holds and journals under the
+   root, the catalogue and the run folders (`needed`), and changes nothing.
+2. `Plan.save` writes the list to a file (`collect_plan`).
+3. `apply` computes the list again after the grace period, while it holds the claims of all sources
+   concerned. It removes an object only if the object is still unneeded and unchanged.
 
-A source goes manifest first: without it there is none, and what is left of it is in the plan. A
-collection that was cut off leaves a root in which every source is whole; the same command goes on.
+A source's manifest is removed first; the source then no longer exists, and the plan lists its
+remaining objects. If a collection is interrupted, every source under the root is still complete or
+gone; running the same command again finishes it.
 """
 
 import math
@@ -47,12 +48,12 @@ from data_pipeline.store.open import MissingKey, Store, StoreError
 
 @dataclass
 class Collected:
-    """What a plan's application did.
+    """Result of applying a plan.
 
     Attributes:
-        removed: things, with the objects that went.
-        kept: (key, reason) of objects that the store did not let go.
-        refused: (kind, folder, reason) of what is needed, or is no longer as it was seen.
+        removed: things, with the objects that were removed.
+        kept: (key, reason) of objects that the store refused to delete.
+        refused: (kind, folder, reason) of things that are needed now or have changed.
     """
 
     removed: list[Thing] = field(default_factory=list)
@@ -61,26 +62,26 @@ class Collected:
 
     @property
     def size(self) -> int:
-        """Bytes that went."""
+        """Total bytes of the removed objects."""
         return sum(thing.size for thing in self.removed)
 
 
-# A name is lost by standing still for a minute and more: so often all are looked at.
+# A claim expires if its process stalls for a minute or more; check all claims this often.
 _CHECK_S = 5.0
 
 
 def propose(
     store: Store, records: Records, facts: Store | None = None
 ) -> tuple[tuple[Thing, ...], tuple[tuple[str, str], ...]]:
-    """Return what may be removed from a root, and (folder, why) of archived sources that may not.
+    """Return removable things of a root, and (folder, reason) of archived sources that must stay.
 
     Args:
-        store: rooted where the sources lie.
-        facts: the folder of facts, if they are to go, too.
+        store: rooted at the folder of the sources.
+        facts: the folder of facts, if facts are collected too.
 
     Raises:
-        ValueError, IndexMismatch, StoreError: a manifest or a file of holds cannot be read, so that
-            nobody knows what they need.
+        ValueError, IndexMismatch, StoreError: a manifest or a holds file cannot be read, so the
+            objects it needs are unknown.
     """
     root = Root(store)
     going, kept = sources_that_may_go(root, records)
@@ -100,19 +101,20 @@ def apply(
     facts: Store | None = None,
     clock: BootClock = NO_CLOCK,
 ) -> Collected:
-    """Remove what a plan lists and is still unneeded.
+    """Remove the things of a plan that are still unneeded.
 
     Args:
-        store: rooted where the plan was made.
-        now: UTC.
-        progress: called with what is removed next.
-        facts: as of `propose`.
-        clock: of this machine.
+        store: rooted at the folder that the plan was made for.
+        now: current time, UTC.
+        progress: called with a description of each removal before it starts.
+        facts: as in `propose`.
+        clock: boot clock of this machine.
 
     Raises:
-        ValueError: the plan is another root's, or too young; nothing was changed. NameTaken: a
-            source concerned is being written.
-        IndexMismatch, StoreError: as `propose`.
+        ValueError: the plan belongs to another root, or its grace period is not over; nothing was
+            changed.
+        NameTaken: another process is writing to a source concerned.
+        IndexMismatch, StoreError: as in `propose`.
     """
     if store.uri != plan.root:
         raise ValueError(f"the plan is of {plan.root}, not of {store.uri}")
@@ -143,7 +145,8 @@ def apply(
             if thing.kind != "source":
                 _remove(removal, facts if thing.kind == "facts" else store, thing)
         _remove_sources(removal, [thing for thing in todo if thing.kind == "source"])
-        # What was let go before a kill and is needed by now, or is not let go by the store.
+        # Sources that were marked as removed before a kill but are needed again, or that the store
+        # refuses to delete.
         for name in sorted({name for kind, name, _ in done.refused if kind == "source"}):
             _give_back(root, records, name)
     return done
@@ -155,13 +158,14 @@ def _order(thing: Thing) -> tuple[int, str]:
 
 @contextmanager
 def _claimed(store: Store, plan: Plan) -> Iterator[tuple[dict[str, Claim], dict[str, str]]]:
-    """Hold the folders of all finished sources and of what is to go.
+    """Claim the folders of all finished sources and of everything in the plan.
 
-    So nobody redacts, holds, syncs into or goes on with one of them. Yields the claims, and
-    (folder -> why) of unfinished ones that somebody goes on with.
+    The claims keep other processes from redacting, holding, syncing into or appending to these
+    sources. Yields the claims, and (folder -> reason) of unfinished sources that another process is
+    writing.
 
     Raises:
-        NameTaken: somebody writes to a finished source.
+        NameTaken: another process writes to a finished source.
     """
     finished = {*folders_with(store.list(), "manifest.json")}
     names = sorted(finished | {one.name for one in plan.things if one.kind != "facts"})
@@ -183,13 +187,13 @@ def _claimed(store: Store, plan: Plan) -> Iterator[tuple[dict[str, Claim], dict[
 
 
 def _still(thing: Thing, now: Thing | None, kept: Mapping[str, str]) -> tuple[Thing | None, str]:
-    """Return what of a thing may be removed, or None and why nothing may."""
+    """Return the part of a thing that may still be removed, or None and the reason."""
     if now is None:
         return None, kept.get(thing.name, "it is gone, or needed by now")
     if thing.content != now.content:
         return None, "it holds other content by now"
     then = {*thing.spots}
-    # The lock is written by whoever looks; of a manifest the content was compared.
+    # Checking a lock rewrites it, and the manifest's content was compared above.
     apart = (f"{thing.name}/{LOCK}", manifest_key(thing.name))
     new = [spot for spot in now.spots if spot not in then and spot.key not in apart]
     if new and (thing.kind in ("unfinished", "source") or len(new) == len(now.spots)):
@@ -201,7 +205,7 @@ def _still(thing: Thing, now: Thing | None, kept: Mapping[str, str]) -> tuple[Th
 def _left_of(
     root: Root, plan: Plan, taken: Mapping[str, str], going: Mapping[str, Retired]
 ) -> dict[tuple[str, str], Thing]:
-    """Return what is left of sources that this plan was removing when it was cut off."""
+    """Return the remains of sources that this plan was removing when it was interrupted."""
     needed = root.named_by(root.manifests.keys() - going.keys()) | root.held.keys()
     found: dict[tuple[str, str], Thing] = {}
     for thing in plan.things:
@@ -215,8 +219,8 @@ def _left_of(
 
 
 def _refuse_newcomers(root: Root) -> None:
-    """Refuse while a source is made that was not there: its manifest may name what is removed."""
-    # Finished sources are claimed all: what is made lies in other folders, and those are few.
+    """Raise if a new source is being made: its manifest may name objects about to be removed."""
+    # All finished sources are claimed, so new ones can only appear in the few other folders.
     others = [name for name in root.store.list_folders() if name not in root.claimed]
     left = [key for name in others for key in root.store.list(f"{name}/.ingest/")]
     new = {name for name in others if _is_there(root.store, manifest_key(name))}
@@ -243,17 +247,18 @@ class _Removal:
     claims: Mapping[str, Claim]
     done: Collected
     progress: Callable[[str], None]
-    checked: list[float] = field(default_factory=lambda: [-math.inf])  # when
+    # time of the last check of the claims
+    checked: list[float] = field(default_factory=lambda: [-math.inf])
 
     def check(self) -> None:
-        """See that all names are still held, and that nobody makes a source out of these."""
+        """Check that all claims still hold and that no new source may refer to these objects."""
         if time.monotonic() - self.checked[0] > _CHECK_S:
             in_threads(lambda claim: claim.check(), list(self.claims.values()), THREADS)
             self.checked[0] = time.monotonic()
         _refuse_newcomers(self.root)
 
     def finish(self, thing: Thing, kept: Sequence[tuple[str, str]]) -> None:
-        """Note what of a thing went."""
+        """Record which objects of a thing were removed."""
         out = {key for key, _ in kept}
         went = replace(thing, spots=tuple(spot for spot in thing.spots if spot.key not in out))
         self.records.note(self.plan.id, went, kept)
@@ -262,7 +267,7 @@ class _Removal:
 
 
 def _remove(removal: _Removal, store: Store | None, thing: Thing) -> None:
-    """Remove the objects of a thing that is no source."""
+    """Remove the objects of a thing that is not a source."""
     assert store is not None
     removal.check()
     removal.progress(f"{thing.name}: {thing.kind}, {len(thing.spots):,} objects")
@@ -270,7 +275,7 @@ def _remove(removal: _Removal, store: Store | None, thing: Thing) -> None:
     if thing.kind == "versions":
         kept = store.drop_bygone([Unfinished(spot.key, spot.etag) for spot in thing.spots])
     elif thing.kind != "upload":
-        # Notes last: by them an unfinished source is known.
+        # Remove the journal last, because it identifies an unfinished source.
         kept = store.discard(sorted((s.key for s in thing.spots), key=lambda key: "/." in key))
     for spot in thing.spots if thing.kind == "upload" else ():
         try:
@@ -281,7 +286,7 @@ def _remove(removal: _Removal, store: Store | None, thing: Thing) -> None:
 
 
 def _remove_sources(removal: _Removal, sources: Sequence[Thing]) -> None:
-    """Remove sources: those first that name shards of others, each with its manifest first."""
+    """Remove sources, manifest first; sources that refer to other sources' shards go first."""
     root = removal.root
     standing = {*root.manifests}
     gone: list[Thing] = []
@@ -292,7 +297,7 @@ def _remove_sources(removal: _Removal, sources: Sequence[Thing]) -> None:
     }
     while waiting:
         needed = set[str]().union(*(folders[name] for name in standing))
-        blocked = needed & standing  # what has no manifest any more cannot come back as it was
+        blocked = needed & standing  # a source without a manifest cannot be restored as it was
         ready = next((thing for thing in waiting if thing.name not in blocked), None)
         if ready is None:
             reason = "a source that was not removed holds its shards by reference"
@@ -311,22 +316,23 @@ def _remove_sources(removal: _Removal, sources: Sequence[Thing]) -> None:
 
 
 def _remove_manifest(removal: _Removal, thing: Thing) -> bool:
-    """Have the catalogue let a source go, and remove its manifest; returns whether it is gone.
+    """Mark a source as removed in the catalogue and delete its manifest; return True if it is gone.
 
-    Whoever makes a source out of this one takes its own name first and reads this manifest then;
-    here the manifest goes first, and then names are looked at. So one of the two sees the other.
+    A process that makes a source from this one first claims its own name and then reads this
+    manifest. This function first deletes the manifest and then looks for claimed names. So at least
+    one of the two processes notices the other.
     """
     root, done, key = removal.root, removal.done, manifest_key(thing.name)
     removal.check()
-    if thing.name not in root.manifests:  # it went when the plan was applied before
+    if thing.name not in root.manifests:  # an earlier run of this plan removed it
         return True
-    # What was removed before may have taken hours, and a run claims nothing when it starts.
+    # Earlier removals may have taken hours, and a run that starts takes no claim.
     removal.records.look_again()
     user = removal.records.user(thing.name, contents_of(root.manifests[thing.name]))
     try:
         if user is not None:
             raise ValueError(user)
-        note_all_erased(root.store, thing.name)  # what was erased there must not come back
+        note_all_erased(root.store, thing.name)  # so that erased samples cannot be ingested again
         removal.records.take(removal.plan.id, thing)
     except (ValueError, IndexMismatch, MissingKey) as error:
         done.refused.append((thing.kind, thing.name, str(error)))
@@ -345,6 +351,6 @@ def _remove_manifest(removal: _Removal, thing: Thing) -> bool:
 
 
 def _give_back(root: Root, records: Records, name: str) -> None:
-    """Have the catalogue know that a source lies in its folder, where it does."""
+    """Mark a source as present in the catalogue if its manifest is in its folder."""
     if (manifest := root.manifests.get(name)) is not None:
         records.give_back(name, manifest["content_hash"], manifest["index_sha256"])

@@ -1,7 +1,7 @@
-"""The plan of a garbage collection: what may be removed, why, and when; and whom it asks.
+"""Plan of a garbage collection: what may be removed, why and when. Interface to the catalogue.
 
-A plan is a JSON file that is written once and never changed. It names each object with its size and
-ETag, so that what is written again meanwhile is not what was meant.
+A plan is a JSON file that is written once and never changed. It lists each object with its size and
+ETag, so that an object rewritten in the meantime is not removed.
 """
 
 import hashlib
@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, Protocol
 
 SCHEMA = 1
 KINDS = ("unfinished", "journal", "shard", "upload", "versions", "facts", "source")
-"""What may be collected, in the order in which it is."""
+"""Kinds of things that may be collected, in order of removal."""
 
 
 class Spot(NamedTuple):
-    """An object: its key, bytes and ETag; of an unfinished upload its mark."""
+    """An object: its key, size in bytes and ETag (for an unfinished upload, its upload mark)."""
 
     key: str
     size: int
@@ -29,18 +29,18 @@ class Spot(NamedTuple):
 
 @dataclass(frozen=True)
 class Thing:
-    """Objects that go together.
+    """Objects that are removed together.
 
     Attributes:
-        kind: one of `KINDS`: a source that is archived; what an ingest or a sync that did not
-            finish has left; its notes beside a finished source; shards that no manifest names;
-            uploads that were never completed; versions that a bucket keeps of objects that were
-            deleted; facts (`inspect.facts`) of contents that are gone.
-        name: folder of the source; of facts their content_hash.
-        why: for people.
-        version: of a source in the catalogue, else "".
-        content: its content_hash, else "".
-        spots: the objects, by key; of a source without shards that others need.
+        kind: one of `KINDS`: an archived source; the remains of an unfinished ingest or sync; the
+            journal of a finished ingest or sync; shards that no manifest names; incomplete uploads;
+            old versions that a bucket keeps of deleted objects; facts (`inspect.facts`) of contents
+            that no longer exist.
+        name: folder of the source; for facts, their content_hash.
+        why: reason for the removal, for people.
+        version: the source's version in the catalogue, else "".
+        content: the source's content_hash, else "".
+        spots: the objects, by key; for a source, without shards that other sources need.
     """
 
     kind: str
@@ -52,12 +52,12 @@ class Thing:
 
     @property
     def size(self) -> int:
-        """Bytes of all objects."""
+        """Total bytes of the objects."""
         return sum(spot.size for spot in self.spots)
 
 
 class Retired(NamedTuple):
-    """A version that may go by its state: its name, content_hash, and why for people."""
+    """A version whose catalogue state allows removal: its name, content_hash and the reason."""
 
     version: str
     content: str
@@ -65,73 +65,76 @@ class Retired(NamedTuple):
 
 
 class Records(Protocol):
-    """What the catalogue and the run folders say; asked anew by `apply`."""
+    """Interface to the catalogue and the run folders; `apply` queries it again."""
 
     def look_again(self) -> None:
-        """Read the run folders as they are now."""
+        """Read the run folders again."""
         ...
 
     def retired(self) -> Mapping[str, Retired]:
-        """Folder under the root -> the version that may go by its state and age."""
+        """Return folder under the root -> the version that may be removed by its state and age."""
         ...
 
     def user(self, name: str, contents: frozenset[str]) -> str | None:
-        """Which run needs the source of a folder, or one of these contents; None: no one."""
+        """Return why a run needs a folder's source or one of these contents; None if none does."""
         ...
 
     def has_facts(self, content: str) -> bool:
-        """Whether somebody may want to count a content: it is a version that is not archived."""
+        """Return True if facts of a content may be needed: an unarchived version has it."""
         ...
 
     def taken(self, plan: str) -> Mapping[str, str]:
-        """Folder -> content of the sources that the catalogue has let go for a plan."""
+        """Return folder -> content of sources that the catalogue marked as removed for a plan."""
         ...
 
     def take(self, plan: str, thing: Thing) -> None:
-        """Let a source go, for good, unless it is needed again by now.
+        """Mark a source as removed for good, unless it is needed again.
 
         Raises:
-            ValueError: it is; says why.
+            ValueError: the source is needed; the message gives the reason.
         """
         ...
 
     def give_back(self, name: str, content: str, index_sha256: str) -> None:
-        """Note that a source lies in its folder after all, if it was let go there."""
+        """Record that a source is present in its folder, if it was marked as removed there."""
         ...
 
     def note(self, plan: str, thing: Thing, kept: Sequence[tuple[str, str]]) -> None:
-        """Note what was removed, and what the store did not let go, (key, reason) each."""
+        """Record the removed objects, and (key, reason) of objects that the store kept."""
         ...
 
 
 BootClock = tuple[str, float]
-"""Id of a start of the machine, and seconds since then; of none "" and 0."""
+"""Boot id of the machine and seconds since boot; ("", 0) if unknown."""
 NO_CLOCK: BootClock = ("", 0.0)
 
 
 def boot_clock() -> BootClock:
-    """Return this machine's count of seconds, suspended ones too, which nobody can set."""
+    """Return this machine's boot id and seconds since boot, which no user can set.
+
+    The seconds include time in suspend.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return boot, time.clock_gettime(time.CLOCK_BOOTTIME)
-    except (OSError, AttributeError):  # no Linux
+    except (OSError, AttributeError):  # not Linux
         return NO_CLOCK
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What may be removed from a root, and when.
+    """Objects that may be removed from a root, and the time from which they may be.
 
     Attributes:
-        root, endpoint: of the store, as `Store.uri` and `endpoint_of` tell them.
-        seen: UTC, ISO 8601.
-        grace_days: so long after `seen` at the earliest.
-        audit: head of the catalogue's audit at that time.
-        options: of the command, with which `apply` asks again.
-        things: in the order of `KINDS` and of names.
-        kept: (folder, why) of archived sources that are needed.
-        archive: (version, revision, why) of those to be archived by then.
-        clock: of the machine that made it (`boot_clock`).
+        root, endpoint: of the store, as returned by `Store.uri` and `endpoint_of`.
+        seen: time of the proposal, UTC, ISO 8601.
+        grace_days: minimum time between `seen` and removal.
+        audit: head of the catalogue's audit log at that time.
+        options: command options, which `apply` uses again.
+        things: ordered by `KINDS`, then by name.
+        kept: (folder, reason) of archived sources that are needed.
+        archive: (version, revision, reason) of versions to be archived before the plan is applied.
+        clock: boot clock of the machine that made the plan (`boot_clock`).
     """
 
     root: str
@@ -147,20 +150,20 @@ class Plan:
 
     @cached_property
     def id(self) -> str:
-        """SHA-256 over all of it."""
+        """SHA-256 of all fields."""
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def due(self) -> datetime:
-        """When it may be applied."""
+        """Earliest time at which the plan may be applied."""
         return datetime.fromisoformat(self.seen) + timedelta(days=self.grace_days)
 
     def too_early(self, now: datetime, clock: BootClock = NO_CLOCK) -> str | None:
-        """Return why the grace is not over; None: it is.
+        """Return why the grace period is not over, or None if it is over.
 
-        Where the machine has not been started again since, its own count of seconds decides, too: a
-        clock that was set ahead ends no grace.
+        If the machine has not rebooted since, its boot clock must agree, too: setting the wall
+        clock ahead does not end the grace period.
         """
         rule = "what came into use by then will not be removed; wait"
         if now < self.due:
@@ -179,10 +182,10 @@ class Plan:
         return None
 
     def save(self, file: Path) -> None:
-        """Write it into a file that does not exist yet.
+        """Write the plan to a new file.
 
         Raises:
-            ValueError: it does.
+            ValueError: the file exists.
         """
         text = json.dumps({"schema": SCHEMA, "id": self.id, **asdict(self)}, indent=1)
         try:
@@ -196,10 +199,10 @@ class Plan:
 
     @staticmethod
     def read(file: Path) -> "Plan":
-        """Return the plan of a file.
+        """Return the plan in a file.
 
         Raises:
-            ValueError: it is none, or was changed since it was written.
+            ValueError: the file is not a plan, or it was changed after it was written.
         """
         expected = "expected a file that `kimi-pretrain data collect ROOT --plan FILE` wrote"
         try:

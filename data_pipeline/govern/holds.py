@@ -1,9 +1,9 @@
-"""Holds: shards that must stay as they are, whatever is asked of them, until the hold ends.
+"""Holds: shards that must not be redacted or removed until the hold ends.
 
-`NAME/holds.json` names them beside the source, so that a hold needs no catalogue and covers every
-source that shares the shards. Nothing of this project redacts or removes a held shard. Others may:
-where the bucket has object lock, its legal hold is set on the shards as well, but it is believed
-only after a probe, because there are servers that accept a hold and delete the object all the same.
+`NAME/holds.json` in the source's folder lists them, so that a hold needs no catalogue and covers
+every source that shares the shards. No command of this project redacts or removes a held shard. On
+buckets with object lock, the shards also get the bucket's legal hold, which binds other software.
+Only a probe proves that the hold works: some servers accept a hold and delete the object anyway.
 """
 
 import json
@@ -29,7 +29,7 @@ _PROBE = ".hold-probe"
 
 
 class Hold(NamedTuple):
-    """A hold: its name, the source that it was put on, since when, and the shards under it."""
+    """A hold: its name, the source it was put on, its start time, and its shards."""
 
     name: str
     source: str
@@ -38,15 +38,15 @@ class Hold(NamedTuple):
 
 
 def holds_key(source: str) -> str:
-    """Where the holds of a source lie."""
+    """Return the key of a source's holds file."""
     return f"{source}/holds.json"
 
 
 def read_holds(store: Store, sources: Iterable[str] | None = None) -> list[Hold]:
-    """Return the holds of sources; None: of all under the root, finished sources or not.
+    """Return the holds of sources; None: of all folders under the root, finished or not.
 
     Raises:
-        ValueError: a file of holds is not as it must be: then nothing may be removed.
+        ValueError: a holds file is malformed; nothing may be removed then.
     """
     found: list[Hold] = []
     for source in folders_with(store.list(), "holds.json") if sources is None else sources:
@@ -73,15 +73,15 @@ def _is_hold(entry: tuple[Any, str, Any, Any]) -> bool:
 
 
 def _read(store: Store, key: str) -> bytes:
-    """Return a file of holds as it is now: they come and go while a process runs."""
+    """Return the current holds file, which may change while a process runs."""
     try:
         return read_bounded(store, key)
-    except ObjectChanged:  # since this store read it for the first time
+    except ObjectChanged:  # the file changed since this store first read it
         return store.get(key, etag=store.head(key).etag)
 
 
 def refuse_held(store: Store, shards: Iterable[str]) -> None:
-    """Raise ValueError if a shard is under a hold; names both."""
+    """Raise ValueError if a shard is under a hold; the message names both."""
     wanted = {*shards}
     for hold in read_holds(store) if wanted else ():
         if under := sorted(wanted & {*hold.shards}):
@@ -93,10 +93,10 @@ def refuse_held(store: Store, shards: Iterable[str]) -> None:
 
 
 def put_hold(store: Store, source: str, name: str, shards: Sequence[str] = ()) -> Hold:
-    """Put a hold on shards of a source: all, or those named.
+    """Put a hold on the given shards of a source, or on all its shards.
 
     Raises:
-        ValueError: there is a hold of this name, or the source has no such shard.
+        ValueError: a hold of this name exists, or the source has no such shard.
     """
     with Claim(store, source):
         there = [shard["key"] for shard in read_manifest(store, source)["shards"]]
@@ -117,7 +117,7 @@ def end_hold(store: Store, source: str, name: str) -> Hold:
     """End a hold.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: the source has no hold of this name.
     """
     with Claim(store, source):
         holds = read_holds(store, [source])
@@ -130,10 +130,10 @@ def end_hold(store: Store, source: str, name: str) -> Hold:
 
 
 def lock(store: Store, hold: Hold, *, on: bool, others: Sequence[Hold] = ()) -> str:
-    """Set or end the legal hold of the store on a hold's shards; returns what came of it.
+    """Set or release the store's legal hold on a hold's shards; return a message on the outcome.
 
     Args:
-        others: holds that stay: their shards stay locked.
+        others: holds that remain; their shards stay locked.
     """
     if not isinstance(store, S3Store):
         return "the store has no locks: this software alone keeps to the hold"
@@ -147,7 +147,7 @@ def lock(store: Store, hold: Hold, *, on: bool, others: Sequence[Hold] = ()) -> 
 
 
 def enforces(store: S3Store) -> bool:
-    """Whether a bucket keeps an object under legal hold from being removed: tried, not believed."""
+    """Return True if a probe shows that a bucket refuses to delete an object under legal hold."""
     key = f"{_PROBE}/{secrets.token_hex(8)}"
     store.put(key, b"may be removed once it is not under hold\n")
     held = False
@@ -155,10 +155,10 @@ def enforces(store: S3Store) -> bool:
         store.set_hold(key, on=True)
         held = True
         store.delete_versions(key)
-        held = False  # of nothing that is there
+        held = False  # the object is gone, and its hold with it
     except AccessDenied:
         return held
-    except RequestRefused:  # without object lock the bucket refuses to hold anything
+    except RequestRefused:  # a bucket without object lock refuses any hold
         return False
     else:
         return False
@@ -172,13 +172,13 @@ def enforces(store: S3Store) -> bool:
 def _release(store: S3Store, key: str) -> None:
     try:
         store.set_hold(key, on=False)
-    except MissingKey:  # it was removed all the same
+    except MissingKey:  # it was deleted in spite of the hold
         return
     store.delete_versions(key)
 
 
 def _write(store: Store, source: str, holds: Sequence[Hold]) -> None:
-    """Write the holds of a source; without any the file goes."""
+    """Write the holds of a source; deletes the file if there are none."""
     if not holds:
         store.delete(holds_key(source))
         return

@@ -1,10 +1,10 @@
-"""What of a root of sources somebody needs, and what can be proven unneeded.
+"""Finds which objects under a root are needed, and which are provably unneeded.
 
-An object is needed by key, wherever it lies: a version that grew, or was reindexed, names shards in
-the folders of others. Only files in the folders of sources that have one of the names which this
-project gives (`index.own_keys`) are ever proposed. A source goes with what is in its own folder;
-shards that it names in a folder without a source stay, and are reported. If a manifest or a file of
-holds cannot be read, nothing is proposed: nobody knows what they need.
+An object is needed by its key, in whatever folder it is: an extended or reindexed version names
+shards in the folders of other sources. Only files in source folders whose names follow this
+project's scheme (`index.own_keys`) are ever proposed. A source is removed with the objects in its
+own folder; shards that it names in a folder without a source are kept and reported. If a manifest
+or a holds file cannot be read, nothing is proposed, because the objects it needs are unknown.
 """
 
 import re
@@ -22,19 +22,19 @@ from data_pipeline.store.open import MissingKey, Store
 
 LOCK = ".ingest/lock"
 THREADS = 16
-# What a folder's writer leaves, in place of an upload of the object's own key.
+# Temporary files of folder stores, which stand in for incomplete uploads of the final key.
 _TEMPORARY = re.compile(r"(?:\.(?:ingest|sync)/)?\.part-[0-9a-f]+")
 _FACTS = re.compile(r"([0-9a-f]{64})/[^/]+/facts\.parquet")
 
 
 class Root:
-    """What lies under a root, and what of it is needed.
+    """Objects under a root, and those that are needed.
 
     Attributes:
         keys: of all objects.
         manifests: source -> its manifest.
         files: source -> bytes of its manifest.
-        holds: all that there are.
+        holds: all holds under the root.
     """
 
     def __init__(self, store: Store, claimed: frozenset[str] = frozenset()) -> None:
@@ -47,7 +47,7 @@ class Root:
         self.holds: list[Hold] = read_holds(store, folders_with(self.keys, "holds.json"))
         self.held = {key: hold for hold in self.holds for key in hold.shards}
         self.leftovers = store.unfinished()
-        # Of locks no old version: whoever looks has written a newer one.
+        # Skip old versions of locks: each check of a lock writes a newer version.
         self.bygone = [
             one
             for one in store.bygone()
@@ -59,23 +59,23 @@ class Root:
                 self._inside.setdefault(folder_of(key), []).append(key)
 
     def inside(self, name: str) -> list[str]:
-        """Return the keys in the folder of a source that have a name of ours, sorted."""
+        """Return the keys in a source's folder that follow this project's naming scheme, sorted."""
         return self._inside.get(name, [])
 
     def named_by(self, sources: Iterable[str]) -> set[str]:
-        """Return the keys of the shards that the manifests of some sources name."""
+        """Return the keys of the shards that the manifests of the given sources name."""
         return {shard["key"] for name in sources for shard in self.manifests[name]["shards"]}
 
     def begun(self) -> list[str]:
-        """Return the folders without a manifest in which a source is being made, or was."""
+        """Return the folders without a manifest that an unfinished ingest or sync writes to."""
         parts = (key.split("/") for key in self.keys)
         made = {one[0] for one in parts if len(one) > 2 and one[1] in (".ingest", ".sync")}
         return sorted(made - {*self.manifests})
 
     def referring(self, keys: Sequence[str]) -> set[str]:
-        """Return the sources being made that may come to name the shards of others.
+        """Return the unfinished sources that may come to name shards of other sources.
 
-        A plain ingest does not; one that appends, a reindex and a sync may.
+        An appending ingest, a reindex or a sync may; a plain ingest does not.
 
         Args:
             keys: of all objects.
@@ -97,7 +97,7 @@ class Root:
 
 
 def contents_of(manifest: Mapping[str, Any]) -> frozenset[str]:
-    """Return the content_hash of a manifest, and that which it was made with if redacted since."""
+    """Return a manifest's content_hash and, if it was redacted since, its original content_hash."""
     found = {manifest["content_hash"]}
     if redacted := manifest.get("redacted"):
         found.add(redacted["made_as"])
@@ -110,11 +110,11 @@ def sources_that_may_go(
     taken: Mapping[str, str] | None = None,
     only: set[str] | None = None,
 ) -> tuple[dict[str, Retired], dict[str, str]]:
-    """Return the sources that may go, and why those that are archived may not.
+    """Return the sources that may be removed, and folder -> reason for archived ones that may not.
 
     Args:
-        taken: those that the catalogue has let go for the plan that is applied.
-        only: those that it lists; None: all.
+        taken: sources that the catalogue has marked as removed by the plan being applied.
+        only: sources that the plan lists; None: all.
     """
     going: dict[str, Retired] = {}
     kept: dict[str, str] = {}
@@ -138,7 +138,7 @@ def sources_that_may_go(
             kept[name] = reason
         else:
             going[name] = retired
-    # Until nothing changes: a source stays while one that stays names a shard in its folder.
+    # Iterate to a fixed point: a source stays while a remaining source names a shard in its folder.
     while True:
         staying = root.manifests.keys() - going.keys()
         needed = {
@@ -157,7 +157,7 @@ def sources_that_may_go(
 def _of_no_source(root: Root, going: Mapping[str, Retired]) -> dict[str, str]:
     """Return folders without a source whose shards only departing sources name, and the reason.
 
-    The owner of such shards is unknown: a hostile manifest may name files that others keep there.
+    The owner of such shards is unknown: a hostile manifest may name other people's files there.
     """
     left = root.named_by(going) - root.named_by(root.manifests.keys() - going.keys())
     folders = {folder_of(key) for key in left & {*root.keys}} - root.manifests.keys()
@@ -169,7 +169,7 @@ def _of_no_source(root: Root, going: Mapping[str, Retired]) -> dict[str, str]:
 
 
 def things_that_may_go(root: Root, going: Mapping[str, Retired]) -> tuple[Thing, ...]:
-    """Return all that may go, when these sources do."""
+    """Return everything that may be removed if the given sources are removed."""
     staying = root.manifests.keys() - going.keys()
     needed = root.named_by(staying) | root.held.keys()
     found: list[tuple[str, str, str, list[str]]] = []
@@ -200,7 +200,7 @@ def things_that_may_go(root: Root, going: Mapping[str, Retired]) -> tuple[Thing,
 
 
 def facts_of(facts: Store, records: Records) -> Iterator[Thing]:
-    """Yield the facts of contents that nobody counts any more; they can be written again."""
+    """Yield the facts of contents that nobody counts any more; facts can be computed again."""
     contents: dict[str, list[str]] = {}
     for key in facts.list():
         if match := _FACTS.fullmatch(key):
@@ -213,7 +213,7 @@ def facts_of(facts: Store, records: Records) -> Iterator[Thing]:
 
 
 def _uploads(root: Root) -> Iterator[Thing]:
-    """Yield what killed writers of ours left in the folders of sources, made or not."""
+    """Yield incomplete uploads that killed writers left in folders of sources."""
     folders: dict[str, list[Spot]] = {}
     ours = {*root.manifests, *root.begun()}
     for one in root.leftovers:
@@ -225,11 +225,13 @@ def _uploads(root: Root) -> Iterator[Thing]:
 
 
 def _bygone(root: Root) -> Iterator[Thing]:
-    """Yield older versions of objects that are not there any more and that nothing names.
+    """Yield old versions of objects that no longer exist and that no manifest names.
 
-    Of sources alone, also of those whose manifest is such a version: others' may be a rescue.
+    Covers only folders of sources, including those whose manifest exists only as an old version.
+    Old versions in other folders may be the owner's only backup.
     """
-    needed = root.named_by(root.manifests) | root.held.keys()  # a version may be the rescue of one
+    # an old version may be the only way to restore a needed shard
+    needed = root.named_by(root.manifests) | root.held.keys()
     ours = {*root.manifests, *root.begun()}
     ours |= {folder_of(one.key) for one in root.bygone if one.key.endswith("/manifest.json")}
     folders: dict[str, list[Spot]] = {}
@@ -242,7 +244,7 @@ def _bygone(root: Root) -> Iterator[Thing]:
 
 
 def spots_of(store: Store, keys: Sequence[str]) -> dict[str, Spot]:
-    """Return size and ETag of objects; those that are gone are left out."""
+    """Return the size and ETag of objects; skips those that no longer exist."""
 
     def look(key: str) -> Spot | None:
         with suppress(MissingKey):

@@ -1,20 +1,23 @@
-"""Redaction: the bytes of samples are overwritten wherever the shards under a root hold them.
+"""Redaction: overwrites the bytes of samples in every shard under a root that holds them.
 
-1. `plan` finds the samples in every source that holds their shards: grown and reindexed ones, too.
-2. Shards are written anew under names of their own, of equal length (`index.redacted`), read back
-   and compared. No other sample moves, and no index changes.
-3. Each source's manifest names the new shards and their hashes, the samples that are redacted, and
-   the shards that were replaced. It changes as a whole, and with it the source's content_hash; runs
-   know a source by the hash that it was made with (`SourceIndex.identity`), so they go on. Before
-   it hashes of the samples are written beside it, which stay when it goes (`index.erased`).
+1. `plan` finds the samples in every source that has their shards, including extended and reindexed
+   sources.
+2. New shards of the same length are written under new keys (`index.redacted`), read back and
+   compared. No other sample moves, and no index changes.
+3. Each source's manifest lists the new shards and their hashes, the redacted samples, and the
+   replaced shards. It changes atomically, and the source's content_hash changes with it. Runs
+   identify a source by its original hash (`SourceIndex.identity`), so they continue. Before the
+   manifest changes, hashes of the samples are written to the source's folder; they stay when the
+   manifest is removed (`index.erased`).
 4. Replaced shards that no manifest under the root names are removed, with all their versions.
 5. `purge` drops their blocks from a node's cache.
 
-A manifest speaks for the shards in its own folder (`index.own_keys`). What it says of shards in
-other folders is followed only if its samples are asked for, and only where all sources agree on
-what lies there. So sources change before those that were made of them. A redaction that was cut off
-leaves a root that can be read, with old shards or new ones; the same command goes on, and so does
-the next redaction under the root wherever the folder's own manifest has changed.
+A manifest is authoritative for the shards in its own folder (`index.own_keys`). Its entries on
+shards in other folders are followed only if its samples are asked for, and only if all sources
+agree on the shards' contents. So a source changes before the sources derived from it. An
+interrupted redaction leaves a readable root with old or new shards. Running the same command again
+finishes it, and so does the next redaction under the root if the manifest of the shard's own folder
+has changed.
 """
 
 import hashlib
@@ -51,11 +54,11 @@ from data_pipeline.store.json_objects import read_json
 from data_pipeline.store.open import FolderStore, MissingKey, S3Store, Store, StoreError
 
 _MARK = ".redacted-"
-_MOST_ROUNDS = 5  # sources that come in between are taken in as often
+_MOST_ROUNDS = 5  # repeat at most this often for sources that appear meanwhile
 
 
 class Twin(NamedTuple):
-    """Another sample that may hold the same bytes: a document or file of equal length and CRC."""
+    """Another sample that may have the same bytes: a document or file of equal length and CRC."""
 
     source: str
     key: str
@@ -64,17 +67,17 @@ class Twin(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What a redaction has to do.
+    """Work of a redaction.
 
     Attributes:
-        indices: of the sources whose manifests change.
-            Sources that hold shards of others come after those.
-        samples: source -> those to be redacted that are not yet, in the order that its manifest
-            gets: that in which they were asked for. Runs go by it (`plan.redactions`).
-        shards: key -> what is to stand where in it; of shards to be written anew.
-        twins: samples that are not to be redacted and may hold the same bytes.
-        elsewhere: samples that are not to be redacted, and are redacted in another source that
-            names their shards (`of`), in whose folder these do not lie.
+        indices: of the sources whose manifests change. Sources that refer to other sources' shards
+            come after those sources.
+        samples: source -> samples not yet redacted, in the order that its manifest gets, which is
+            the order of the request. Runs rely on this order (`plan.redactions`).
+        shards: key of a shard to rewrite -> offsets and new bytes.
+        twins: samples outside the request that may have the same bytes.
+        elsewhere: samples outside the request that another source (`of`) lists as redacted; their
+            shards are not in that source's folder.
     """
 
     indices: Mapping[str, SourceIndex]
@@ -89,14 +92,14 @@ class Plan:
 
 @dataclass
 class Done:
-    """What a redaction did.
+    """Result of a redaction.
 
     Attributes:
-        samples: source -> samples that were redacted.
+        samples: source -> number of redacted samples.
         contents: source -> its content_hash before and after.
         shards: keys of the new shards.
-        removed: keys of replaced shards that are gone.
-        kept: (key, reason) of those that could not be removed.
+        removed: keys of the removed shards.
+        kept: (key, reason) of replaced shards that could not be removed.
     """
 
     samples: dict[str, int] = field(default_factory=dict)
@@ -107,16 +110,16 @@ class Done:
 
 
 def plan(store: Store, wanted: Mapping[str, Sequence[str]]) -> Plan:
-    """Find what is to be done to redact samples, and what earlier redactions left undone.
+    """Return the work needed to redact samples, including work that earlier redactions left undone.
 
     Args:
-        store: rooted where the sources lie.
+        store: rooted at the folder of the sources.
         wanted: source -> keys of samples.
 
     Raises:
-        ValueError: no such source or sample, a shard is under a hold, sources do not agree on what
-            lies in a shard, or a source is being written that may take over the shards; names it.
-            Nothing is changed.
+        ValueError: a source or sample does not exist, a shard is under a hold, sources disagree on
+            a shard's contents, or a source being written may refer to the shards; the message names
+            it. Nothing is changed.
         IndexMismatch, StoreError: a source cannot be read.
     """
     root = Root(store)
@@ -149,13 +152,15 @@ def plan(store: Store, wanted: Mapping[str, Sequence[str]]) -> Plan:
 
 
 def held(store: Store, wanted: Mapping[str, Sequence[str]]) -> dict[str, list[int]]:
-    """Return in which sources under a root samples are, by their shards: redacted ones, too.
+    """Return source -> numbers of the samples, for every source under a root that has their shards.
+
+    Redacted samples are included.
 
     Args:
-        wanted: source -> keys of samples; names that are no source here are left out.
+        wanted: source -> keys of samples; unknown sources are skipped.
 
     Raises:
-        ValueError: a source has no sample of such a key.
+        ValueError: a source has no sample with such a key.
         IndexMismatch, StoreError: a source cannot be read.
     """
     root = Root(store)
@@ -180,12 +185,13 @@ def carry_out(
     """Redact samples, and remove the shards that held them.
 
     Args:
-        store, wanted: as of `plan`.
-        progress: called with what is done next.
+        store, wanted: as in `plan`.
+        progress: called with a description of each step before it starts.
 
     Raises:
-        ValueError, IndexMismatch, StoreError: as `plan`; a shard is not that of its index; or
-            another process writes a source. The same command goes on.
+        ValueError, IndexMismatch, StoreError: as in `plan`; a shard does not match its index; or
+            another process writes to a source. Running the same command again continues the
+            redaction.
     """
     done = Done()
     for _ in range(_MOST_ROUNDS):
@@ -194,7 +200,8 @@ def carry_out(
             break
         with ExitStack() as claims:
             held = [claims.enter_context(Claim(store, name)) for name in sorted(todo.indices)]
-            refuse_held(store, todo.shards)  # by now; from here on nobody can put a hold on them
+            # check again: from here on, the claims keep anyone from adding a hold
+            refuse_held(store, todo.shards)
             infos = _write_shards(store, todo, done, progress)
             for claim in held:
                 claim.check()
@@ -208,9 +215,9 @@ def carry_out(
 
 
 def replaced_shards(store: Store) -> list[ShardInfo]:
-    """Return the shards in whose places redacted ones are, as the manifests under a root say.
+    """Return the shards that redacted shards have replaced, by the manifests under a root.
 
-    Each with all bytes that any manifest says it had: none takes the place of another's word.
+    If manifests disagree on a shard's size or hash, each variant is returned.
     """
     gone = {
         ShardInfo(one["key"], one["size"], one["sha256"], 0): None
@@ -221,11 +228,11 @@ def replaced_shards(store: Store) -> list[ShardInfo]:
 
 
 def purge(store: Store, config: CacheConfig) -> int:
-    """Drop all blocks of replaced shards from this node's cache; returns how many shards it knows.
+    """Drop all blocks of replaced shards from this node's cache; return the number of such shards.
 
     Args:
-        store: rooted as the runs' `data.root`; closed with the cache.
-        config: of the cache, as the runs have it.
+        store: rooted at the runs' `data.root`; closed with the cache.
+        config: cache configuration of the runs.
     """
     gone = replaced_shards(store)
     with CachedStore(store, config) as cache:
@@ -240,9 +247,9 @@ def _replaced(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _orders(root: Root, wanted: Mapping[str, Sequence[str]]) -> dict[str, list[int]]:
-    """Return the samples to be redacted by source: those wanted, and those that are already.
+    """Return source -> samples to redact: the requested ones and those already listed as redacted.
 
-    The latter only of shards in a source's own folder: sources that were made of it follow it.
+    Already redacted samples count only in a source's own folder, so that derived sources follow it.
     """
     orders: dict[str, list[int]] = {}
     for name in sorted(wanted):
@@ -257,7 +264,7 @@ def _orders(root: Root, wanted: Mapping[str, Sequence[str]]) -> dict[str, list[i
 
 
 def _elsewhere(root: Root, spots: Spots) -> list[Twin]:
-    """Return samples that are redacted by a source in others' folders, where these have them."""
+    """Return samples that another source lists as redacted without owning their shards."""
     asked: dict[str, dict[int, str]] = {}
     for name in root.manifests:
         for number in root.redacted(name, own=False):
@@ -276,7 +283,7 @@ def _elsewhere(root: Root, spots: Spots) -> list[Twin]:
 
 
 def _numbers(store: Store, index: SourceIndex, keys: Sequence[str]) -> list[int]:
-    """Return the numbers of samples; ValueError: there is none of a key."""
+    """Return the numbers of samples; raises ValueError if a key is unknown."""
     numbers = samples_of(index, keys).tolist()
     for key, number in zip(keys, numbers, strict=True):
         if number < 0:
@@ -290,9 +297,8 @@ def _in_order(
     """Return the samples of a source at some spots that are not redacted yet, in order.
 
     Args:
-        own: samples of this source in their order; they come first.
-        places: place of each spot in the order of all sources: for the samples that are not in
-            `own`.
+        own: samples of this source in order; they come first.
+        places: rank of each spot over all sources; orders the samples that are not in `own`.
     """
     new = {*samples_at(index, spots)} - {*index.redacted}
     first = [number for number in dict.fromkeys(own) if number in new]
@@ -301,7 +307,7 @@ def _in_order(
 
 
 def _refuse_unfinished(store: Store, root: Root) -> None:
-    """Refuse while a source is made of another one: its manifest would name shards that go."""
+    """Raise if a source is being made from another: its manifest would name shards about to go."""
     names = {key.split("/")[0] for key in store.list() if "/.ingest/" in key}
     for name in sorted(names - {*root.manifests}):
         request: object = None
@@ -315,7 +321,7 @@ def _refuse_unfinished(store: Store, root: Root) -> None:
 
 
 def _twins(indices: Mapping[str, SourceIndex], samples: Mapping[str, list[int]]) -> list[Twin]:
-    """Return the other samples of the sources with a document or file of equal length and CRC."""
+    """Return other samples that have a document or file of the same length and CRC."""
     seen: dict[tuple[int, int], str] = {}
     for name, numbers in samples.items():
         for number in numbers:
@@ -339,7 +345,7 @@ def _twins(indices: Mapping[str, SourceIndex], samples: Mapping[str, list[int]])
 def _write_shards(
     store: Store, todo: Plan, done: Done, progress: Callable[[str], None]
 ) -> dict[str, ShardInfo]:
-    """Write the shards anew; returns, by the keys in manifests, what is in their places."""
+    """Write the redacted shards; return key of the old shard -> the new shard."""
     known = {shard.key: shard for index in todo.indices.values() for shard in index.shards}
     infos: dict[str, ShardInfo] = {}
     for key in sorted(todo.shards):
@@ -353,9 +359,9 @@ def _write_shards(
             data[offset : offset + len(body)] = body
         sha256 = hashlib.sha256(data).hexdigest()
         if sha256 == before.sha256:
-            continue  # erased already
+            continue  # an earlier redaction erased it
         info = ShardInfo(_new_key(key, sha256), len(data), sha256, before.samples)
-        if not _has(store, info):  # usually because another source names it already
+        if not _has(store, info):  # absent unless another source already names it
             store.put(info.key, bytes(data))
             there = hashlib.sha256(store.get(info.key)).hexdigest()
             expect(f"{store.uri}/{info.key}", "SHA-256", there, sha256)
@@ -365,7 +371,7 @@ def _write_shards(
 
 
 def _has(store: Store, shard: ShardInfo) -> bool:
-    """Return whether a store holds exactly the bytes of a shard."""
+    """Return True if a store has exactly the bytes of a shard."""
     try:
         return hashlib.sha256(store.get(shard.key)).hexdigest() == shard.sha256
     except MissingKey:
@@ -373,7 +379,7 @@ def _has(store: Store, shard: ShardInfo) -> bool:
 
 
 def _new_key(key: str, sha256: str) -> str:
-    """Return the key of a shard in the place of another; the same for the same bytes."""
+    """Return the key of the replacement of a shard; the same bytes get the same key."""
     stem = key.removesuffix(".tar").partition(_MARK)[0]
     return f"{stem}{_MARK}{sha256[:12]}.tar"
 
@@ -410,11 +416,12 @@ def _remove_replaced(
     done: Done,
     progress: Callable[[str], None],
 ) -> None:
-    """Remove replaced shards that nobody needs, in all versions, and what writers left.
+    """Remove all versions of replaced shards that nobody needs, and leftovers of killed writers.
 
-    Those in the folder of the source that says so; of sources whose samples were asked for also
-    those that lie in no other source's folder. The folders are held meanwhile, and sources in the
-    making are looked for: another process may write there, or come to name these shards.
+    Covers shards in the folder of the source that lists them as replaced and, for requested
+    sources, shards in folders without a source. The folders are claimed during the removal, and
+    unfinished sources are looked for, because another process may write there or come to name these
+    shards.
     """
     before = Root(store)
     folders = {folder_of(key) for key in _removable(before, wanted)}
@@ -456,7 +463,7 @@ def _remove_replaced(
 def _removable(
     root: Root, wanted: Mapping[str, Sequence[str]]
 ) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return the replaced shards that may be removed -> the source that says so, and its entry."""
+    """Return replaced shard that may be removed -> the source that lists it, and its entry."""
     found: dict[str, tuple[str, dict[str, Any]]] = {}
     for name, manifest in root.manifests.items():
         for one in _replaced(manifest):
@@ -467,7 +474,7 @@ def _removable(
 
 
 def _hold(store: Store, folders: Set[str], held: ExitStack) -> dict[str, str]:
-    """Hold folders of sources for as long as `held` lasts; returns those of others, and why."""
+    """Claim source folders until `held` closes; return folder -> reason for claims that fail."""
     busy: dict[str, str] = {}
     claims: dict[str, Claim] = {}
     for name in sorted(folders):
@@ -492,15 +499,15 @@ def _needed(
     named: Mapping[str, str],
     holds: Mapping[str, str],
 ) -> str | None:
-    """Return why a replaced shard may not be removed; None: it may.
+    """Return why a replaced shard may not be removed, or None if it may.
 
     Args:
-        name, replaced: the source that says that it was replaced, and what it says.
+        name, replaced: the source that lists the shard as replaced, and its entry.
         there: keys of all objects.
         named: key of a shard -> a source whose manifest names it.
-        holds: key of a shard -> the hold that it is under.
+        holds: key of a shard -> its hold.
     """
-    if key in holds:  # put on it after it was replaced and could not be removed
+    if key in holds:  # the hold came after the replacement, when removal had failed
         return f"under hold {holds[key]!r}"
     if key in named:
         return f"{named[key]} names it still: kimi-pretrain data verify {root.store.uri}"

@@ -1,8 +1,8 @@
 """Locates the samples of several sources in the shards that they share.
 
-A shard and all that took its place are one place (`own_keys.place_of`), and a sample lies at the
-same offset in each of them. So samples are known across sources, versions and redactions by place
-and offset, without a look at the shards.
+A shard and all its replacements share one place (`own_keys.place_of`), and a sample keeps its
+offset in all of them. Place and offset therefore identify a sample across sources, versions and
+redactions without reading the shards.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -17,15 +17,15 @@ from data_pipeline.names import listed
 from data_pipeline.store.open import Store
 
 Erasure = tuple[int, bytes]
-"""Offset in a shard, and the bytes that are to be there."""
+"""Offset in a shard, and the bytes to write there."""
 Spot = tuple[str, int]
 """Place of a shard (`place_of`), and offset of a sample's document in it."""
 Spots = dict[str, dict[int, list[Erasure]]]
-"""Place of a shard -> offset of a sample's document -> what is to be there."""
+"""Place of a shard -> offset of a sample's document -> bytes to write."""
 
 
 class Root:
-    """The manifests of all finished sources under a root, and the places of their shards."""
+    """Manifests of all finished sources under a root, and the places of their shards."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -37,27 +37,28 @@ class Root:
         self._indices: dict[str, SourceIndex] = {}
 
     def index(self, name: str) -> SourceIndex:
-        """Return the index of a source, read once."""
+        """Return the index of a source; reads it once."""
         if name not in self._indices:
             self._indices[name] = read_index(self.store, name)
         return self._indices[name]
 
     def redacted(self, name: str, *, own: bool) -> list[int]:
-        """Return the redacted samples of a source in order: those in its own folder, or others."""
+        """Return a source's redacted samples in order, in its own folder or in other folders."""
         if "redacted" not in self.manifests[name]:
             return []
         index = self.index(name)
         return [n for n in index.redacted if (folder_of(spot_of(index, n)[0]) == name) == own]
 
     def owner(self, place: str) -> str | None:
-        """Return the source in whose folder a shard lies, if it names it; None: there is none."""
+        """Return the source whose folder and manifest have a shard, or None."""
         name = folder_of(place)
         return name if place in self.places.get(name, ()) else None
 
     def owners_first(self) -> list[str]:
-        """Return the sources, those that hold shards of others after these.
+        """Return the sources, each after the sources whose shards it refers to.
 
-        Whoever was made of another one names all that it names, and its own shards.
+        A derived source names all shards that its parent names, and its own, so sorting by the
+        number of other folders suffices.
         """
 
         def others(name: str) -> int:
@@ -67,12 +68,12 @@ class Root:
 
 
 def spot_of(index: SourceIndex, number: int) -> Spot:
-    """Return where a sample lies."""
+    """Return the place and offset of a sample."""
     return place_of(index.shards[index.shard[number]].key), int(index.json_offset[number])
 
 
 def add_spots(spots: Spots, root: Root, index: SourceIndex, numbers: Sequence[int]) -> None:
-    """Note of samples where they lie, and what is to be there."""
+    """Add the spots of samples and the bytes to write there."""
     for number in numbers:
         place, offset = spot_of(index, number)
         there = list(erased(index, number))
@@ -81,10 +82,12 @@ def add_spots(spots: Spots, root: Root, index: SourceIndex, numbers: Sequence[in
 
 
 def check_spots(root: Root, name: str, spots: Spots) -> None:
-    """Compare what a source says of some spots with what others say; its own shards it must know.
+    """Check that a source agrees with the other sources on some spots.
+
+    It must also list every spot in its own shards.
 
     Raises:
-        ValueError: bytes would be overwritten that belong to other samples.
+        ValueError: bytes of other samples would be overwritten.
     """
     index = root.index(name)
     numbers = samples_at(index, spots)
@@ -105,7 +108,7 @@ def _disagree(root: Root, place: str, offset: int) -> ValueError:
 
 
 def refuse_other_shards(root: Root, changed: Mapping[str, SourceIndex]) -> None:
-    """Refuse sources that name a shard with other hashes than another one: one is unsound."""
+    """Raise if two sources name a shard with different hashes; one of them is corrupt."""
     known: dict[str, tuple[str, ShardInfo]] = {}
     for name, index in changed.items():
         for shard in index.shards:
@@ -119,7 +122,7 @@ def refuse_other_shards(root: Root, changed: Mapping[str, SourceIndex]) -> None:
 
 
 def samples_at(index: SourceIndex, spots: Mapping[str, Collection[int]]) -> list[int]:
-    """Return the samples of a source that lie at some spots (place, offsets of documents)."""
+    """Return the samples of a source at the given spots (place -> offsets of documents)."""
     found: list[int] = []
     for number, shard in enumerate(index.shards):
         if (offsets := spots.get(place_of(shard.key))) is None:

@@ -1,1 +1,1 @@
-"""Copies of sources in other places: what belongs to one, what is missing there, and its bytes."""
+"""Copies sources between stores: finds a source's files, copies missing files, verifies them."""

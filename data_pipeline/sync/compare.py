@@ -1,4 +1,4 @@
-"""Both sides of a sync, byte for byte, without a change: what `data sync --verify-only` does."""
+"""Compares both sides of a sync byte for byte without changes (`data sync --verify-only`)."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was compared.
+    """Result of a comparison.
 
     Attributes:
-        sources: their names.
-        files: compared on both sides, manifests included.
-        bytes: of them, on one side.
-        problems: a line each: file, what was found, what was expected.
+        sources: names of the compared sources.
+        files: number of files compared on both sides, manifests included.
+        bytes: size of these files on one side.
+        problems: one line per problem: file, value found, value expected.
     """
 
     sources: tuple[str, ...]
@@ -44,11 +44,11 @@ def compare(
     """Read all files of some sources on both sides, and compare them with the manifests' hashes.
 
     Args:
-        source, target, wanted, options, progress: as of `sync.sync`.
+        source, target, wanted, options, progress: as in `sync.sync`.
 
     Raises:
         ValueError: no such source.
-        StoreError: a side does not answer; a file that is gone or damaged is a problem.
+        StoreError: a side does not answer; missing and damaged files count as problems instead.
     """
     options = options or Options()
     rate, meter = Rate(options.bytes_per_second), Meter(progress)
@@ -69,7 +69,7 @@ def compare(
 
 
 def _of_source(source: Store, target: Store, one: Contents) -> list[str]:
-    """What is wrong with a manifest, or with the index by itself."""
+    """Return the problems of a source's manifest and index."""
     problems = []
     key = manifest_key(one.name)
     there = _found(target, lambda: target.get(key))
@@ -85,7 +85,7 @@ def _of_source(source: Store, target: Store, one: Contents) -> list[str]:
 
 
 def _of_file(source: Store, target: Store, item: Item, *, rate: Rate, meter: Meter) -> list[str]:
-    """Compare a file on both sides; one without a hash in the manifest, with each other."""
+    """Compare a file on both sides with its hash, or with each other if the manifest has none."""
     problems: list[str] = []
     expected = item.sha256
     for store in (source, target):
@@ -106,7 +106,7 @@ def _of_file(source: Store, target: Store, item: Item, *, rate: Rate, meter: Met
 
 
 def _found(store: Store, ask: Callable[[], T]) -> T | None:
-    """Return what was asked for; None: it is not there, nor the folder that it should lie in."""
+    """Return the result of a request, or None if the object or its folder does not exist."""
     try:
         return ask()
     except MissingKey:

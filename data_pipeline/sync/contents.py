@@ -1,9 +1,9 @@
-"""What belongs to a source, with what is known of each file: sizes and SHA-256.
+"""Lists the files of a source with their sizes and SHA-256.
 
-A manifest names the shards, which may lie in the folders of other sources (a version that grew from
-an earlier one, or that was counted anew), and the hashes of the index and of the tokenizer's rank
-file. `SIDECARS` are not hashed by it: they say how the source came to be, and no reader needs them.
-Anything else in a source's folder is not part of it.
+A manifest names the shards, and the hashes of the index and of the tokenizer's rank file. Shards
+may be in the folders of other sources if the version was extended or reindexed from an earlier one.
+The manifest does not hash the `sidecars`, which record the source's origin and are not needed for
+reading. Any other file in a source's folder is not part of the source.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ _TOKENIZERS = "tokenizer"
 
 @dataclass(frozen=True)
 class Item:
-    """A file that belongs to a source; `sha256` (hex) is None where the manifest has none."""
+    """A file of a source; `sha256` (hex) is None if the manifest has no hash of it."""
 
     key: str
     size: int
@@ -34,21 +34,21 @@ class Item:
 
     @property
     def folder(self) -> str:
-        """The folder of the root that it lies in: that of a source, as a rule."""
+        """Top-level folder of the file, usually that of a source."""
         return folder_of(self.key)
 
 
 @dataclass(frozen=True)
 class Contents:
-    """A source in its place.
+    """Files of a source under one root.
 
     Attributes:
         name: its folder.
         manifest: the bytes of its manifest.
-        content_hash: as the manifest says.
+        content_hash: as in the manifest.
         shards: in the order of the manifest.
         others: index, sidecars, and the tokenizer's rank file.
-        tokenizer: name of the tokenizer, if its rank file is not in this place; else "".
+        tokenizer: name of the tokenizer if its rank file is missing under this root, else "".
     """
 
     name: str
@@ -60,22 +60,22 @@ class Contents:
 
     @property
     def items(self) -> tuple[Item, ...]:
-        """All files but the manifest, in the order in which they are to be copied."""
+        """All files except the manifest, in copy order."""
         return *self.shards, *self.others
 
 
 def sidecars(name: str) -> tuple[str, ...]:
-    """Keys of what may lie beside a source's shards and is no part of its content."""
+    """Return the keys of optional files of a source that are not part of its content."""
     return provenance_key(name), f"{name}/rejected.jsonl"
 
 
 def find_sources(store: Store, wanted: Sequence[str]) -> list[str]:
-    """Return the names of the sources under a root: all, or those wanted, sorted.
+    """Return the names of all sources under a root, or of the wanted sources, sorted.
 
-    Costs a listing of the folders, and a request for each.
+    Costs one listing of the folders, and one request per folder.
 
     Raises:
-        ValueError: there is none, or none of a wanted name; suggests the nearest.
+        ValueError: there are no sources, or a wanted source is missing; suggests the nearest name.
     """
     missing = [name for name in wanted if not _is_there(store, name)]
     if wanted and not missing:
@@ -101,14 +101,14 @@ def _is_there(store: Store, name: str) -> bool:
 
 
 class RankFiles:
-    """The rank files of a place by their SHA-256; they are read once, when first asked for."""
+    """Rank files of a store by SHA-256; they are read once, on first use."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._found: dict[str, Item] | None = None
 
     def find(self, sha256: str) -> Item | None:
-        """Return the rank file of this hash; None: there is none under tokenizer/."""
+        """Return the rank file with this hash, or None if tokenizer/ has no such file."""
         if self._found is None:
             self._found = {}
             for key in self._store.list(f"{_TOKENIZERS}/"):
@@ -119,11 +119,11 @@ class RankFiles:
 
 
 def read_contents(store: Store, name: str, ranks: RankFiles) -> Contents:
-    """Read what belongs to a source; of its files only the manifest is read.
+    """Read the list of a source's files; reads only the manifest itself.
 
     Raises:
-        MissingKey: there is no such source, or its index is gone.
-        IndexMismatch: the manifest does not have its form, or names what is no shard
+        MissingKey: the source or its index does not exist.
+        IndexMismatch: the manifest is malformed, or names keys that are not shards
             (`own_keys.check_form`).
     """
     manifest, data = read_manifest_file(store, name)

@@ -1,4 +1,6 @@
-"""The two places of a sync, each with its own endpoint and profile: no keys are mixed up."""
+"""Opens the two stores of a sync; each has its own endpoint and profile, so keys cannot be mixed
+up.
+"""
 
 import os
 from dataclasses import dataclass
@@ -9,13 +11,13 @@ from data_pipeline.store.open import S3Store, Store, open_store
 
 @dataclass(frozen=True)
 class Place:
-    """A root of sources, as a user names it.
+    """A root of sources, as specified by the user.
 
     Args:
-        side: "from" or "to", as the options are called.
+        side: "from" or "to", as in the option names.
         uri: of the root.
-        endpoint: of its S3 server; None: the profile's, or that of the environment.
-        profile: of boto3's files; None: the environment's keys.
+        endpoint: of its S3 server; None: from the profile or the environment.
+        profile: in boto3's files; None: the keys from the environment.
     """
 
     side: str
@@ -25,22 +27,22 @@ class Place:
 
     @property
     def scheme(self) -> str:
-        """As of the URI: "s3", "memory", "file", or "" for a path."""
+        """Scheme of the URI: "s3", "memory", "file", or "" for a path."""
         return split_place(f"the place to sync {self.side}", self.uri)[0]
 
     @property
     def explicit(self) -> bool:
-        """Whether it has an endpoint or a profile of its own."""
+        """True if the place sets an endpoint or a profile."""
         return bool(self.endpoint or self.profile)
 
 
 def open_places(source: Place, target: Place, threads: int) -> tuple[Store, Store]:
-    """Open both places; `threads` requests at a time go to each.
+    """Open both stores with up to `threads` concurrent requests each.
 
     Raises:
-        ValueError: they are one place, one of them is misspelt, or only one of two S3 places says
-            whose keys are for it.
-        AccessDenied: a profile is not there.
+        ValueError: both are the same store, an address is malformed, or only one of two S3 stores
+            has an explicit endpoint or profile.
+        AccessDenied: a profile does not exist.
     """
     for place, other in ((source, target), (target, source)):
         check_address(f"--{place.side}-endpoint", place.endpoint)
@@ -65,7 +67,7 @@ def open_places(source: Place, target: Place, threads: int) -> tuple[Store, Stor
 
 
 def _open(place: Place, threads: int) -> Store:
-    # No hedges: a second request for bytes that come anyway would only take from the line.
+    # No hedged requests: they would only take bandwidth from the transfer.
     return open_store(
         os.fspath(place.uri),
         endpoint=place.endpoint,

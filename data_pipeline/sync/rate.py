@@ -1,19 +1,19 @@
-"""What all threads of a sync share: a limit of bytes a second, the sign to stop, and a count."""
+"""Bandwidth limit, stop signal and byte counters shared by all threads of a sync."""
 
 import threading
 import time
 from collections.abc import Callable
 
 Progress = Callable[[int, int], None]
-"""Called, from any thread, with (bytes done, bytes in all)."""
+"""Called, from any thread, with (bytes done, bytes in total)."""
 
 
 class Stopped(Exception):
-    """Another part of the sync failed, or the user has interrupted it."""
+    """Another part of the sync failed, or the user interrupted it."""
 
 
 class Rate:
-    """Whoever wants to move bytes asks first; answers come so that their sum keeps to the limit.
+    """Bandwidth limit: threads call `take` before they move bytes.
 
     Args:
         bytes_per_second: of all threads together; None: no limit.
@@ -31,10 +31,10 @@ class Rate:
         self._stop.set()
 
     def take(self, size: int) -> None:
-        """Wait until `size` bytes may go.
+        """Wait until the limit allows another `size` bytes.
 
         Raises:
-            Stopped: the sync is to end.
+            Stopped: `stop` was called.
         """
         if self._rate is not None:
             with self._lock:
@@ -47,19 +47,19 @@ class Rate:
 
 
 class Meter:
-    """Counts bytes that are to be moved or compared, and those that were."""
+    """Counts the bytes to move or compare, and the bytes done."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress, self._lock = progress, threading.Lock()
         self._done = self._total = 0
 
     def expect(self, size: int) -> None:
-        """So many more bytes are to come."""
+        """Add bytes to the expected total."""
         with self._lock:
             self._total += size
 
     def add(self, size: int) -> None:
-        """So many more have come; a negative number takes back what has to come again."""
+        """Count bytes as done; a negative size takes back bytes that must be sent again."""
         with self._lock:
             self._done += size
             self._progress(self._done, self._total)

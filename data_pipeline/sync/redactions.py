@@ -1,15 +1,15 @@
-"""Redactions on a sync: they travel, and those of the target are not undone.
+"""Carries redactions over to the target of a sync, and keeps the target's own redactions.
 
-A source keeps the identity that it was made with (`made_as`), whatever was redacted of it since. So
-the two sides may hold one source with other samples redacted. What only the source's side has
-redacted is redacted in the target, too, with all that redaction does there: every source that
-shares the shards, old versions, holds that forbid it. What only the target has redacted stays so:
-the source's bytes are not copied, neither for this source nor under the key of a shard that was
-replaced there for one that shares it. Nor are shards with a sample that was erased there in a
-source which was collected since (`index.erased`).
+A source keeps its original identity (`made_as`) through all redactions, so the two sides may have
+the same source with different samples redacted. Samples redacted only in the source store are
+redacted in the target as well, with all effects of a redaction: it covers every source that shares
+the shards and their old versions, and holds can forbid it. Samples redacted only in the target stay
+redacted. The sync copies no bytes of such a source, and no shard under a key that a redaction in
+the target has replaced, even for another source that shares the shard. It also refuses shards with
+a sample that was erased in the target in a source collected since (`index.erased`).
 
-Runs know redactions by their order (`plan.redactions`), so the target takes them in the order of
-the source's side, after those that it had.
+Runs rely on the order of redactions (`plan.redactions`), so the target appends new ones in the
+order of the source store.
 """
 
 from collections.abc import KeysView, Mapping, Sequence, Set
@@ -28,13 +28,14 @@ from data_pipeline.sync.survey import OtherContent
 
 @dataclass
 class Redactions:
-    """What redactions make of a sync.
+    """Effects of redactions on a sync.
 
     Attributes:
-        rest: sources that are copied as any others.
-        todo: source -> keys of the samples to be redacted in the target, in that order.
-        states: source -> "redacted" (in the target, by this sync) or "redacted there" (samples that
-            the source's side still has), of those that are in the target already.
+        rest: sources to copy as usual.
+        todo: source -> keys of the samples to redact in the target, in order.
+        states: source -> "there", "redacted" (in the target, by this sync) or "redacted there" (the
+            source store still has samples redacted in the target), for sources already in the
+            target.
     """
 
     rest: list[Contents] = field(default_factory=list)
@@ -43,7 +44,7 @@ class Redactions:
 
 
 def settle(source: Store, target: Store, found: Sequence[Contents]) -> Redactions:
-    """Find which sources are in both places with other samples redacted; changes nothing.
+    """Find the sources on both sides whose redactions must be reconciled; changes nothing.
 
     Raises:
         IndexMismatch: a manifest or an index is damaged.
@@ -51,7 +52,7 @@ def settle(source: Store, target: Store, found: Sequence[Contents]) -> Redaction
     settled = Redactions()
     for one in found:
         ours, theirs = parse_json(one.manifest, one.name), None
-        with suppress(IndexMismatch):  # the survey says what is there
+        with suppress(IndexMismatch):  # the survey reports the damage
             theirs = _manifest(target, one.name)
         if (
             theirs is None
@@ -62,7 +63,7 @@ def settle(source: Store, target: Store, found: Sequence[Contents]) -> Redaction
             continue
         mine, other = _samples(ours), _samples(theirs)
         if mine == other and ours["content_hash"] != theirs["content_hash"]:
-            settled.rest.append(one)  # which is an error that the survey tells
+            settled.rest.append(one)  # an error, which the survey reports
             continue
         if missing := [sample for sample in mine if sample not in other]:
             index = read_index(source, one.name)
@@ -73,15 +74,15 @@ def settle(source: Store, target: Store, found: Sequence[Contents]) -> Redaction
 
 
 def refuse_undoing(source: Store, target: Store, missing: Mapping[str, Set[str]]) -> None:
-    """Refuse to copy shards with samples that were redacted in the target, whatever became of it.
+    """Raise if shards to copy have samples that were redacted in the target.
 
     Args:
         missing: source -> keys of its shards that the target does not have.
 
     Raises:
         OtherContent: names the first shard, or the samples; nothing was changed.
-        IndexMismatch, ValueError: a manifest in the target, or what was erased there, cannot be
-            read: nobody knows what it redacted.
+        IndexMismatch, ValueError: a manifest or a list of erased samples in the target cannot be
+            read, so its redactions are unknown.
     """
     wanted = set().union(*missing.values())
     for name in _folders(target) if wanted else ():
@@ -123,7 +124,7 @@ def _manifest(store: Store, name: str) -> dict[str, Any] | None:
         return None
     except MissingBucket:
         if isinstance(store, FolderStore):
-            return None  # the first write makes it
+            return None  # the first write creates it
         raise
 
 
@@ -134,5 +135,5 @@ def _folders(store: Store) -> list[str]:
 
 
 def _samples(manifest: Mapping[str, Any]) -> KeysView[int]:
-    """Return the redacted samples of a source, in the order in which they became so."""
+    """Return the redacted samples of a source, in order of redaction."""
     return dict.fromkeys(manifest.get("redacted", {}).get("samples", ())).keys()

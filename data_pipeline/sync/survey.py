@@ -1,9 +1,9 @@
-"""What of some sources is in the target already, what is missing, and what stands in the way.
+"""Finds files of sources that the target of a sync has, lacks, or has with other content.
 
-Nothing is changed here: all that would end a sync for what the target holds is found before its
-first write. A file counts as there, for one HEAD, if a manifest in the target vouches for it (it
-went last, when all its files had been compared) or the journal of a killed sync does. Any other
-file of the right size is read and hashed.
+Nothing is changed here, so all conflicts in the target are found before the first write of a sync.
+A file costs one HEAD request if a manifest in the target or the journal of a killed sync vouches
+for it. A manifest can vouch for its files because it is written last, after all of them were
+compared. Any other file of the right size is read and hashed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,17 +22,17 @@ from data_pipeline.sync.transfer import hash_of
 
 
 class OtherContent(ValueError):
-    """The target holds something else where a file or source is to go; nothing was changed."""
+    """The target has other content under the key of a file or source; nothing was changed."""
 
 
 @dataclass(frozen=True)
 class Survey:
-    """One source in the target.
+    """State of one source in the target.
 
     Attributes:
-        published: its manifest is there.
-        missing: files that are not, in the order in which they are to be copied.
-        journal: a sync that was killed, or that could not tidy up, has left notes.
+        published: its manifest is in the target.
+        missing: files missing in the target, in copy order.
+        journal: a sync that was killed, or failed to clean up, has left a journal.
     """
 
     contents: Contents
@@ -49,10 +49,10 @@ def survey(
     meter: Meter,
     threads: int,
 ) -> list[Survey]:
-    """Look for all files of some sources in the target, with so many threads.
+    """Look for all files of some sources in the target, with the given number of threads.
 
     Raises:
-        OtherContent: another source, other bytes under a key, or an ingest that did not finish.
+        OtherContent: another source, other bytes under a key, or an unfinished ingest.
     """
     items = distinct(found)
     look = _Look(source, target, found, rate, meter)
@@ -72,10 +72,10 @@ def survey(
 
 
 def distinct(found: Iterable[Contents]) -> list[Item]:
-    """Return all files of some sources, each once.
+    """Return all files of some sources, without duplicates.
 
     Raises:
-        OtherContent: two sources want other bytes under one key.
+        OtherContent: two sources expect different bytes under one key.
     """
     items: dict[str, Item] = {}
     for one in found:
@@ -90,7 +90,7 @@ def distinct(found: Iterable[Contents]) -> list[Item]:
 
 
 class _Look:
-    """What the target's manifests and journals vouch for, and a look at single files."""
+    """Files that the target's manifests and journals vouch for, and checks of single files."""
 
     def __init__(
         self, source: Store, target: Store, found: Sequence[Contents], rate: Rate, meter: Meter
@@ -99,7 +99,7 @@ class _Look:
         self.published: set[str] = set()
         self.journals: set[str] = set()
         self._vouched: dict[str, tuple[object, object]] = {}  # key -> size, SHA-256
-        self._small: set[str] = set()  # keys that a published source has beside its shards
+        self._small: set[str] = set()  # keys of a published source's files other than shards
         self._noted: set[str] = set()
         for one in found:
             self._read_source(one)
@@ -114,7 +114,7 @@ class _Look:
             return None
         except MissingBucket:
             if isinstance(self._target, FolderStore):
-                return None  # the first write makes it
+                return None  # the first write creates it
             raise
 
     def _read_source(self, one: Contents) -> None:
@@ -156,7 +156,7 @@ class _Look:
         )
 
     def _vouch(self, manifest: bytes | None, folder: str | None = None) -> None:
-        """Believe what a manifest says of its shards; one of another source, of its own folder."""
+        """Trust a manifest's shard entries; with `folder`, only entries in that folder."""
         shards = _parsed(manifest or b"").get("shards")
         for shard in shards if isinstance(shards, list) else ():
             key = shard.get("key") if isinstance(shard, dict) else None
@@ -174,10 +174,10 @@ class _Look:
             raise
 
     def is_there(self, item: Item) -> bool:
-        """Whether the target has a file.
+        """Return True if the target has a file.
 
         Raises:
-            OtherContent: it has another one under this key.
+            OtherContent: the target has another file under this key.
         """
         info = self._head(item.key)
         if info is None:

@@ -1,13 +1,12 @@
-"""Sources from one place to another: files that are missing, then the manifests.
+"""Copies sources from one store to another: first the missing files, then the manifests.
 
-1. What belongs to each source, by its manifest (`contents`), and whether that is sound.
-2. What of it the target has, and whether anything stands in the way (`survey`). So far nothing is
-   changed.
-3. The names are claimed in the target, as an ingest does, and what a killed sync was writing goes.
-4. Missing files are copied, side by side, each compared with its SHA-256 on both sides
-   (`transfer`), and noted (`sync_journal`).
-5. When all files of a source are there, its manifest is written, unless there is one. So the target
-   never shows a source that is not whole.
+1. Read the list of files of each source from its manifest (`contents`).
+2. Find the files that the target has, and any conflicts (`survey`). Nothing is changed so far.
+3. Claim the names in the target, as an ingest does, and remove the partial files of a killed sync.
+4. Copy missing files in parallel, compare each with its SHA-256 on both sides (`transfer`), and
+   record it (`sync_journal`).
+5. Write a source's manifest, if it is missing, after all its files are in the target. So the target
+   never shows an incomplete source.
 """
 
 import time
@@ -27,17 +26,17 @@ from data_pipeline.sync.survey import OtherContent, Survey, survey
 from data_pipeline.sync.sync_journal import SyncJournal
 from data_pipeline.sync.transfer import copy
 
-# Requests that only ask whether something is there.
+# Concurrent requests that only check for existence.
 LOOK_THREADS = 16
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to move bytes.
+    """Settings of the transfer.
 
     Args:
-        parallel: files at a time; memory holds some 40 MiB for each.
-        bytes_per_second: of all together, copied or read to be compared; None: no limit.
+        parallel: files at a time; each takes some 40 MiB of memory.
+        bytes_per_second: of all files together, copied or read for comparison; None: no limit.
     """
 
     parallel: int = 8
@@ -50,16 +49,16 @@ class Options:
 
 @dataclass
 class SyncReport:
-    """What a sync did.
+    """Result of a sync.
 
     Attributes:
-        sources: name -> "copied", "completed" (files were missing beside a manifest), "there",
+        sources: name -> "copied", "completed" (files were missing next to a manifest), "there",
             "redacted" or "redacted there" (`sync.redactions`).
-        copied, there: files.
-        bytes: of those copied.
-        seconds: it took.
-        without_tokenizer: sources whose rank file is not in the place they come from.
-        not_removed: shards with redacted samples that the target's store did not let go, and why.
+        copied, there: number of files.
+        bytes: size of the copied files.
+        seconds: duration.
+        without_tokenizer: sources whose rank file is missing in the source store.
+        not_removed: shards with redacted samples that the target's store did not delete, and why.
     """
 
     sources: dict[str, str] = field(default_factory=dict)
@@ -78,19 +77,19 @@ def sync(
     options: Options | None = None,
     progress: Progress = lambda *_: None,
 ) -> SyncReport:
-    """Copy sources to another place; files that are there stay as they are.
+    """Copy sources to another store; existing files stay unchanged.
 
     Args:
         source, target: roots of sources.
         wanted: names of sources; empty: all.
-        options: how to move bytes.
-        progress: called as bytes are copied, or compared.
+        options: settings of the transfer.
+        progress: called as bytes are copied or compared.
 
     Raises:
-        ValueError: no such source, or the target holds something else (OtherContent).
-        IndexMismatch: a manifest whose hashes do not match; nothing was changed.
-        Damaged: a file whose bytes do not match. Other files may have been copied; no manifest
-            of a source that lacks one was written.
+        ValueError: no such source, or the target has other content (OtherContent).
+        IndexMismatch: the hashes of a manifest do not match; nothing was changed.
+        Damaged: the bytes of a file do not match its hash. Other files may have been copied, but no
+            manifest of an incomplete source was written.
         NameTaken: another process writes one of the sources in the target.
     """
     begun, options = time.monotonic(), options or Options()
@@ -101,10 +100,10 @@ def sync(
     refuse_undoing(source, target, _missing_shards(surveys))
     report = SyncReport(without_tokenizer=[one.name for one in found if one.tokenizer])
     if settled.todo:
-        # It loads much that a plain sync does not need.
+        # Imported here, because a plain sync does not need its many imports.
         from data_pipeline.govern.redact import carry_out
 
-        # Refuses what is under a hold in the target, before it writes.
+        # Raises before it writes if a shard in the target is under a hold.
         kept = carry_out(target, settled.todo).kept
         report.not_removed = [f"{key}: {reason}" for key, reason in kept]
     report.sources |= settled.states
@@ -127,7 +126,7 @@ def sync(
 
 
 def read_all(source: Store, names: Sequence[str]) -> list[Contents]:
-    """Read what belongs to some sources."""
+    """Read the lists of files of some sources."""
     ranks = RankFiles(source)
     return [read_contents(source, name, ranks) for name in names]
 
@@ -136,14 +135,14 @@ def check_index(source: Store, contents: Contents) -> None:
     """Read a source's index, and compare it and the shards' hashes with the manifest.
 
     Raises:
-        IndexMismatch: they do not belong together; names what was found and what was expected.
+        IndexMismatch: they do not match; names the values found and expected.
     """
     read_index(source, contents.name)
 
 
 @contextmanager
 def _claimed(target: Store, work: Sequence[Survey]) -> Iterator[dict[str, Claim]]:
-    """Hold all folders that are written to, and remove what a killed sync was writing there."""
+    """Claim all folders to write to, and remove the partial files of a killed sync there."""
     folders = sorted(set().union(*map(_folders, work)))
     claims = {name: Claim(target, name, wait=False) for name in folders}
     with ExitStack() as held:
@@ -158,7 +157,7 @@ def _claimed(target: Store, work: Sequence[Survey]) -> Iterator[dict[str, Claim]
 
 
 def _missing_shards(surveys: Sequence[Survey]) -> dict[str, set[str]]:
-    """Return source -> keys of the shards that are to be copied for it."""
+    """Return source -> keys of its shards that are to be copied."""
     return {
         one.contents.name: {item.key for item in {*one.missing} & {*one.contents.shards}}
         for one in surveys
@@ -166,12 +165,13 @@ def _missing_shards(surveys: Sequence[Survey]) -> dict[str, set[str]]:
 
 
 def _check_still_there(target: Store, work: Sequence[Survey]) -> None:
-    """See that what was there before the names were taken still is: a collection may remove it.
+    """Check that files found before the claims exist; a collection may have removed them.
 
-    To be asked when the claims have settled: one that had looked just before them is through then.
+    Call this after the claims have settled: a collection that checked before the claims is done
+    then.
 
     Raises:
-        MissingKey: it is gone; the same command copies it.
+        MissingKey: a file is gone; the same command copies it.
     """
     known = {
         item.key
@@ -183,13 +183,13 @@ def _check_still_there(target: Store, work: Sequence[Survey]) -> None:
 
 
 def _folders(one: Survey) -> set[str]:
-    """The folders of sources that are written to for one."""
+    """Return the source folders that copying one source writes to."""
     shards = set(one.contents.shards)
     return {one.contents.name, *(item.folder for item in one.missing if item in shards)}
 
 
 class _Copying:
-    """Copies single files, from several threads; the first error ends all."""
+    """Copies files in several threads; the first error ends all copies."""
 
     def __init__(self, source: Store, target: Store, rate: Rate, meter: Meter) -> None:
         self.source, self.target, self._rate, self._meter = source, target, rate, meter
@@ -198,7 +198,7 @@ class _Copying:
         self.futures: dict[str, Future[None]] = {}
 
     def begin(self, pool: ThreadPoolExecutor, one: Survey) -> None:
-        """Have all missing files of a source copied that are not on their way for another."""
+        """Start copies of all missing files of a source that no other source has started."""
         journal = SyncJournal(self.target, one.contents.name)
         for item in one.missing:
             if item.key not in self.futures:
@@ -217,7 +217,7 @@ class _Copying:
             raise
 
     def settle(self, claims: Iterable[Claim]) -> None:
-        """Let files appear once the names are surely this sync's; until then only bytes flow."""
+        """Wait for the claims, then let files appear; until then, only bytes are transferred."""
         try:
             in_threads(lambda claim: claim.settle(), list(claims), LOOK_THREADS)
         except BaseException as error:
@@ -226,13 +226,13 @@ class _Copying:
         self._settled.set_result(None)
 
     def stop(self) -> None:
-        """End what is under way."""
+        """Stop all running copies."""
         self._rate.stop()
         if not self._settled.done():
             self._settled.set_exception(Stopped())
 
     def wait(self, item: Item) -> None:
-        """Wait until a file is there; raises the first error of any."""
+        """Wait until a file is copied; raises the first error of any copy."""
         try:
             self.futures[item.key].result()
         except Stopped:
@@ -242,7 +242,7 @@ class _Copying:
 def _copy_all(
     copying: _Copying, work: Sequence[Survey], parallel: int, claims: Mapping[str, Claim]
 ) -> None:
-    """Copy what is missing of all sources, and write each manifest when its source is whole."""
+    """Copy the missing files of all sources; write each manifest once its source is complete."""
     pool = ThreadPoolExecutor(parallel, thread_name_prefix="sync")
     try:
         for one in work:
@@ -262,11 +262,11 @@ def _copy_all(
 
 
 def _publish(source: Store, target: Store, contents: Contents) -> None:
-    """Write the manifest, with which the source exists in the target."""
+    """Write the manifest, which makes the source visible in the target."""
     key = manifest_key(contents.name)
     if target.put_new(key, contents.manifest):
         return
-    # This sync's own, too, if the answer to a first request was lost.
+    # The manifest may be this sync's own, if the answer to a first request was lost.
     if target.get(key) != contents.manifest:
         raise OtherContent(
             f"{target.uri}/{key}: another source of this name appeared during the sync, expected "

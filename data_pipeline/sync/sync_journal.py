@@ -1,9 +1,10 @@
-"""What a sync that was killed leaves in the target, so that it can go on where it was.
+"""Journal that a killed sync leaves in the target, so that the next sync can continue.
 
-`NAME/.sync/DIGEST` says that a file is there and was compared with its SHA-256: the digest is over
-key, size, SHA-256 and the target's ETag, so one listing tells all, and a file that somebody wrote
-again meanwhile is not among them. Written after the file, removed after the manifest. It holds no
-address: two places are nobody's business but the user's.
+`NAME/.sync/DIGEST` records that a file is in the target and was compared with its SHA-256. The
+digest covers key, size, SHA-256 and the target's ETag, so a single listing shows all compared
+files, and a file that was rewritten since does not match. An entry is written after its file and
+removed after the manifest is written. It contains no address, because the location of either store
+is private to the user.
 """
 
 import hashlib
@@ -22,27 +23,27 @@ _THREADS = 8
 
 
 class SyncJournal:
-    """The journal of one source in the target."""
+    """Journal of one source in the target."""
 
     def __init__(self, target: Store, name: str) -> None:
         self._target, self._name = target, name
 
     def digests(self) -> set[str]:
-        """What an earlier sync has noted."""
+        """Return the digests that an earlier sync recorded."""
         return {key.rpartition("/")[2] for key in self._keys()}
 
     def note(self, item: Item, etag: str) -> None:
-        """A file is in the target, and was compared with its hash."""
+        """Record that a file is in the target and was compared with its hash."""
         about = {"key": item.key, "size": item.size, "sha256": item.sha256}
         text = json.dumps(about) + "\n"
         self._target.put(f"{self._name}/{_FOLDER}/{digest_of(item, etag)}", text.encode())
 
     def remove(self) -> None:
-        """Forget everything."""
+        """Delete all entries."""
         in_threads(self._target.delete, self._keys(), _THREADS)
 
     def tidy(self, claims: Mapping[str, Claim]) -> None:
-        """Remove what a killed sync was writing in the folders that are claimed."""
+        """Remove the partial files of a killed sync in the claimed folders."""
         for folder, claim in claims.items():
             if isinstance(self._target, FolderStore):
                 claim.settle()
@@ -50,7 +51,7 @@ class SyncJournal:
                     self._target.remove_unfinished(inside)
             elif isinstance(self._target, S3Store):
                 for one in self._target.unfinished(f"{folder}/"):
-                    if is_own(folder, one.key):  # other programs' uploads are theirs
+                    if is_own(folder, one.key):  # leave the uploads of other programs
                         claim.settle()
                         self._target.drop_unfinished(one)
 
@@ -61,6 +62,6 @@ class SyncJournal:
 
 
 def digest_of(item: Item, etag: str) -> str:
-    """What a file is noted under."""
+    """Return the name of a file's journal entry."""
     parts = (item.key, str(item.size), item.sha256 or "", etag)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]

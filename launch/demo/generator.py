@@ -1,6 +1,6 @@
-"""Random generators keyed by (seed, purpose, item), for every choice of the demo corpus.
+"""Random generators keyed by (seed, purpose, item), for all random choices of the demo corpus.
 
-There is no global state, so a sample has the same bytes in whatever order or process it is built.
+There is no global state, so the bytes of a sample do not depend on the build order or the process.
 """
 
 import hashlib
@@ -13,8 +13,8 @@ def generator(seed: int, purpose: str, item: int | str) -> np.random.Generator:
 
     Args:
         seed: the corpus seed.
-        purpose: what is drawn, for example "digits/page".
-        item: number or name of the thing drawn for.
+        purpose: name of the random choice, for example "digits/page".
+        item: number or name of the item.
     """
     # A separator that cannot occur in the fields keeps ("a", "b1") and ("ab", "1") apart.
     name = f"{seed}\0{purpose}\0{item}".encode()

@@ -15,7 +15,7 @@ from PIL import Image
 from data_pipeline.ingest.samples import CrudeSample, ImageSegment, TextSegment
 from launch.demo.generator import generator
 
-# What the photographs show; the file names alone would make poor captions.
+# The file names alone would make poor captions.
 CAPTIONS = {
     "skimage/data/astronaut.png": "an astronaut in an orange suit in front of a flag",
     "skimage/data/brick.png": "a wall of bricks",
@@ -63,7 +63,7 @@ def package_folder(package: str) -> Path:
 
 
 def package_file(path: str) -> Path:
-    """Return the place of "package/inner/path" in the installed package.
+    """Return the file of "package/inner/path" in the installed package.
 
     Raises:
         FileNotFoundError: the installed version does not have the file.
@@ -79,7 +79,7 @@ def package_file(path: str) -> Path:
 
 
 def opaque(image: Image.Image) -> Image.Image:
-    """Return RGB; a transparent background becomes white."""
+    """Return an image as RGB; a transparent background becomes white."""
     if image.mode in ("RGBA", "LA", "P"):
         rgba = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")

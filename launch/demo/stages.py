@@ -1,7 +1,7 @@
-"""`make stages`: the stages of K2.5 in toy form, from one file, on the demo's corpus.
+"""`make stages`: a toy version of K2.5's training stages, from one file, on the demo's corpus.
 
-The corpus gets one more source, `books`: texts longer than the rows of the first stages. Unlike the
-demo it goes on where it was stopped or killed, in the same folder.
+The corpus gets one more source, `books`, with texts longer than the rows of the first stages.
+Unlike the demo, it resumes in the same folder after it was stopped or killed.
 """
 
 import json
@@ -32,11 +32,11 @@ SUMMARY = "summary.json"
 
 
 def run_stages(chain: str, run_dir: Path, overrides: Sequence[str] = ()) -> int:
-    """Run the chain; returns the exit code of its last stage.
+    """Run the chain; return the exit code of its last stage.
 
     Args:
-        chain: the file, or the name of a shipped one.
-        run_dir: where the corpus, the stages' runs and summary.json are left.
+        chain: the file, or the name of a shipped chain.
+        run_dir: receives the corpus, the stages' runs and summary.json.
         overrides: `section.key=value`, for all stages.
 
     Raises:
@@ -59,7 +59,7 @@ def run_stages(chain: str, run_dir: Path, overrides: Sequence[str] = ()) -> int:
 
 
 def gpu_overrides(num_gpus: int) -> tuple[str, ...]:
-    """Return the overrides for a machine with GPUs: one process where there is one."""
+    """Return the overrides for a machine with GPUs: a single process if there is one GPU."""
     if num_gpus == 0:
         return ()
     alone = ("layout={}",) if num_gpus == 1 else ()
@@ -67,7 +67,7 @@ def gpu_overrides(num_gpus: int) -> tuple[str, ...]:
 
 
 def add_books() -> dict[str, int]:
-    """Write the source `books`, the language reference's topics as they are; returns its sizes."""
+    """Write the source `books`, the language reference's unchanged topics; return its sizes."""
     store = open_store(f"s3://{BUCKET}")
     tokenizer = Tokenizer.from_store(store, TOKENIZER_KEY)
     samples = (
@@ -80,10 +80,10 @@ def add_books() -> dict[str, int]:
 
 
 def summarise(stages: Sequence[PlannedStage]) -> dict[str, Any] | None:
-    """Return the losses of each stage and what it left as it was; None: one has not finished.
+    """Return losses and number of unchanged tensors per stage; None if a stage is unfinished.
 
     Raises:
-        DemoError: a tensor that was frozen has changed.
+        DemoError: a frozen tensor has changed.
     """
     found: dict[str, Any] = {"stages": {}}
     for stage in stages:
@@ -102,10 +102,10 @@ def summarise(stages: Sequence[PlannedStage]) -> dict[str, Any] | None:
 
 
 def frozen(stage: PlannedStage, stages: Sequence[PlannedStage]) -> tuple[int, list[str]]:
-    """Compare a stage's frozen tensors with the stages it took them from, by their SHA-256.
+    """Compare a stage's frozen tensors with those of its source stages, by SHA-256.
 
     Returns:
-        how many are the same, and the names of the others.
+        Number of unchanged tensors, and the names of the changed tensors.
     """
     after = _hashes(stage)
     names = tuple(PARTS[part] for part in stage.config.train.frozen)

@@ -1,4 +1,4 @@
-"""Makes summary.json of the files in a demo's run folders: pure functions."""
+"""Builds summary.json from the files in a demo's run folders. Pure functions."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -23,8 +23,8 @@ def compare_runs(first: Path, resumed: Path) -> dict[str, Any]:
 
     Returns:
         {"bitwise": bool, "steps": number of steps compared, "tensors": number of tensors compared,
-        "differences": sentences, the last of them where to look}. Bitwise needs at least one step;
-        equal numbers (exactly, as floats) but for times and memory; and equal hashes of parameters,
+        "differences": sentences, the last of which may suggest a cause}. Bitwise requires at least
+        one step; exactly equal floats, except times and memory; and equal hashes of parameters,
         optimizer and loader state.
     """
     last = [last_checkpoint(folder) for folder in (resumed, first)]
@@ -45,18 +45,19 @@ def compare_runs(first: Path, resumed: Path) -> dict[str, Any]:
 
 
 def last_checkpoint(run_dir: Path) -> Checkpoint | None:
-    """Return the checkpoint that a run wrote after its last step; None where there is none."""
+    """Return the checkpoint that a run wrote after its last step, or None."""
     place = open_place(run_dir / "checkpoints")
     step = read_json(run_dir / "state_hashes.json")["step"]
     return place.checkpoint(step) if step in place.steps() else None
 
 
 def verified_gradients(result: dict[str, Any]) -> dict[str, Any]:
-    """Return what `kimi-pretrain verify dep` found, in four numbers.
+    """Return the result of `kimi-pretrain verify dep` in four values.
 
     Returns:
-        {"passed", "error": largest relative error of any parameter, "planted", "found"}: faults.
-        The error is None where a gradient is not finite, which JSON has no number for.
+        {"passed", "error": largest relative error of any parameter, "planted": faults tested,
+        "found": faults detected}. The error is None if a gradient is not finite, because JSON has
+        no such number.
     """
     errors = [group["error"] for group in result["comparison"]["groups"]]
     told = [fault for fault in result["faults"].values() if "obstacle" not in fault]
@@ -84,7 +85,7 @@ def summarise(
         efficiency: seconds of steps with media and of the same rows as text, or None.
         comparison: from `compare_runs`.
         evaluation: with "accuracy" and "accuracy_swapped" on held-out digits.
-        seconds: of the parts of the demo.
+        seconds: duration of each part of the demo.
     """
     with_media = [m["balance"] for m in metrics if m["items"]]
     timed = [m for m in metrics if m["items"] and "predicted_seconds_per_rank" in m]
@@ -104,21 +105,22 @@ def summarise(
         "text_tokens": sum(m["text_tokens"] for m in metrics),
         "vision_tokens": sum(m["vision_tokens"] for m in metrics),
         "skipped_samples": sum(m["skipped_samples"] for m in metrics),
-        # Mean over the steps that have media, of the most loaded rank over the mean of the ranks.
+        # Load of the most loaded rank over the mean of the ranks, averaged over the steps with
+        # media.
         "balance_max_over_mean": {
             name: fmean(balance[name] for balance in with_media)
             for name in ("naive", "naive_among_owners", "round_robin", "dep")
         }
         if with_media
         else None,
-        # The same of predicted seconds, which are what is balanced.
+        # The same ratio for predicted seconds, which the assignment balances.
         "predicted_seconds_max_over_mean": {
             name: fmean(_over_mean(m["predicted_seconds_per_rank"][name]) for m in timed)
             for name in ("naive", "round_robin", "dep")
         }
         if timed
         else None,
-        # Mean over the same steps, of the share of patches in the largest tenth of the items.
+        # Share of patches in the largest tenth of the items, averaged over the same steps.
         "patches_in_largest_tenth_of_items": fmean(
             m["largest_tenth_of_items"] for m in metrics if m["items"]
         )
@@ -144,9 +146,9 @@ def _over_mean(loads: Sequence[float]) -> float:
 
 
 def _encoder(with_media: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return what the encoder cost in the steps with media: medians; None without such steps.
+    """Return medians of the encoder's cost over the steps with media; None without such steps.
 
-    Numbers that the run could not measure (the co-located encoder's own time) are None.
+    Values that the run could not measure (the time of the co-located encoder) are None.
     """
     if not with_media:
         return None
@@ -157,13 +159,13 @@ def _encoder(with_media: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
             name: _median(m["imbalance"][name] for m in with_media)
             for name in ("predicted", "measured")
         },
-        # What all ranks together send to others in a step, and the busiest of them.
+        # Bytes that all ranks together, and the busiest rank, send to other ranks in a step.
         "exchange_bytes": {
             way: {name: _median(m["exchange_bytes"][way][name] for m in with_media)
                   for name in ("sum", "max")}
             for way in ("over", "back")
         },
-        # Of the mean rank; None where media are encoded before and after the pipeline.
+        # Of the mean rank; None if media are encoded before and after the pipeline.
         "bubble_seconds": {
             kind: median(m["bubble_seconds"][kind]["mean"] for m in inside) for kind in MEASURED
         }
@@ -175,7 +177,7 @@ def _encoder(with_media: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _peak_memory(metrics: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the most memory of any rank and of the first stage's, in any step and phase."""
+    """Return the peak memory of any rank and of the first stage, over all steps and phases."""
     measured = [m["peak_gib_step"] for m in metrics if m["peak_gib_step"]]
     if not measured:
         return None

@@ -1,1 +1,1 @@
-"""Starts and ends the processes of a training on one machine, and what each of them runs."""
+"""Starts and stops the processes of a training on one machine, and contains their entry point."""

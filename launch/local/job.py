@@ -1,7 +1,7 @@
-"""The description of a training job that every process gets as one argument on its command line.
+"""Description of a training job, passed to every process as one command-line argument.
 
-It is one JSON object and no flags, because torchrun matches a script's flags with its own by prefix
-(`--start` is "ambiguous" to it).
+It is one JSON object instead of flags, because torchrun matches a script's flags with its own by
+prefix (`--start` is "ambiguous" to it).
 """
 
 import json
@@ -11,7 +11,7 @@ from data_pipeline.store.addresses import check_local
 
 WORKER = "launch.local.worker"
 LATEST = "latest"
-# Environment variable: the folder where ranks of one machine meet
+# Environment variable: folder of the rendezvous of one machine's ranks
 # (`kimi_pretrain.parallel.rendezvous`).
 MEETING = "KIMI_PRETRAIN_MEETING"
 
@@ -24,11 +24,11 @@ class Job:
         config: path of a YAML file or name of a shipped preset.
         run_dir: the run folder, shared by all ranks.
         overrides: `section.key=value` strings.
-        resume: folder or URI of a complete checkpoint, or of a run (its newest one); "latest" for
-            the newest one of this run; None to begin from scratch.
+        resume: folder or URI of a complete checkpoint, or of a run (its newest checkpoint);
+            "latest" for this run's newest checkpoint; None to start from scratch.
         otherwise: checkpoint to resume from if "latest" finds none.
-        or_start: begin from scratch if "latest" finds none and none was ever saved.
-        change_data: go over to this configuration's shares and sources.
+        or_start: start from scratch if "latest" finds no checkpoint and none was ever saved.
+        change_data: switch to this configuration's mixture weights and sources.
 
     Raises:
         ValueError: the run folder is a URI.
@@ -51,8 +51,8 @@ class Job:
 
     @staticmethod
     def parse(argument: str) -> "Job":
-        """Return the job that `argument()` wrote."""
+        """Return the job from the output of `argument()`."""
         values = json.loads(argument)
-        # A batch script of an earlier version may still be queued: there "latest" implied this.
+        # A batch script of an earlier version, where "latest" implied this, may still be queued.
         values.setdefault("or_start", True)
         return Job(**{**values, "overrides": tuple(values["overrides"])})

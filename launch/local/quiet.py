@@ -1,7 +1,7 @@
-"""Silences known warnings of libraries, which would hide the run's own lines.
+"""Silences known warnings of libraries, which would obscure the run's own output.
 
-Each is about a choice of this project: no Transformer Engine or Apex on CPU, the GPTModel class of
-the pinned Megatron-Core, names that the pinned torch is going to replace.
+Each warning concerns a choice of this project: no Transformer Engine or Apex on CPU, the GPTModel
+class of the pinned Megatron-Core, names that the pinned torch is going to replace.
 """
 
 import logging

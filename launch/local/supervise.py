@@ -1,16 +1,17 @@
-"""Runs torchrun, passes signals on to its ranks, and leaves no process behind.
+"""Runs torchrun, forwards signals to its ranks, and leaves no process running.
 
-torchrun puts every worker into a session of its own, so a signal to a process group does not reach
-them. Whatever is left at the end is found as descendants and killed.
+torchrun starts every worker in its own session, so a signal to a process group does not reach it.
+Remaining processes are found at the end as descendants and killed.
 
-Signals of a training (`in_order`) go directly to the ranks: USR1 as it is, INT, TERM and HUP as
-TERM. torchrun would kill ranks that are still saving after a while. The ranks save and exit 0, and
-torchrun ends with them. A rank gets the signal once it has the handler; before, it would die of it.
-If a rank cannot save and leaves an exit report, torchrun is ended before it restarts the ranks. A
-second Ctrl-C ends everything at once.
+Signals of a training (`in_order`) go directly to the ranks: USR1 as USR1; INT, TERM and HUP as
+TERM. If they went to torchrun, it would kill ranks that are still saving after a while. The ranks
+save and exit with code 0, and torchrun ends with them. A rank gets the signal only after it has
+installed the handler; an earlier signal would kill it. If a rank cannot save and leaves an exit
+report, torchrun is stopped before it restarts the ranks. A second Ctrl-C kills all processes at
+once.
 
-Until rank 0 holds the run folder another run may be at work there: nothing is written, and only
-reports of this start count (`kimi_pretrain.reliability.start_identity`).
+Until rank 0 holds the run folder, another run may be using it: nothing is written, and only reports
+of this start count (`kimi_pretrain.reliability.start_identity`).
 """
 
 import ctypes
@@ -42,23 +43,25 @@ from kimi_pretrain.reliability.status import mark_failed
 from launch.local.signals import PR_SET_PDEATHSIG, take_time
 
 GRACE_SECONDS = 40.0
-# So long ranks may go on after one has left an exit report; they wait for it in vain.
+# Maximum time that ranks may run after one of them has left an exit report; they wait for it in
+# vain.
 LINGER_SECONDS = 10.0
 POLL_SECONDS = 0.2
-# Between looks for exit reports while torchrun is silent: each machine lists thousands of files.
+# Interval of checks for exit reports while torchrun is silent: each machine lists thousands of
+# files.
 REPORT_SECONDS = 1.0
-LOOK_SECONDS = 2.0  # between listings of processes, which cost milliseconds
+LOOK_SECONDS = 2.0  # interval of listing processes, which costs milliseconds
 LOG = "torchrun.log"
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
 class _Start:
-    """A start as its supervisor knows it: the run folder, and what of it is this start's.
+    """A start as seen by its supervisor: the run folder, and this start's files in it.
 
     Attributes:
-        private: folder of the reports of ranks whose start does not hold the run folder.
-        name: of the start, as the ranks' environment has it.
+        private: report folder of ranks whose start does not hold the run folder.
+        name: of the start, as in the ranks' environment.
         known: reports of earlier starts.
     """
 
@@ -73,7 +76,7 @@ class _Start:
         return joined_start(self.private) or self.name
 
     def holds_folder(self) -> bool:
-        """Return whether this start holds the run folder, or was the last that did."""
+        """Return True if this start holds the run folder, or was the last that did."""
         return holds(self.run_dir, self.joined)
 
     def report(self) -> ExitReport | None:
@@ -81,7 +84,7 @@ class _Start:
         own = first_exit_report(self.private)
         try:
             shared = first_exit_report(self.run_dir, start=self.joined, known=self.known)
-        except OSError:  # a shared folder that does not answer is no reason to end a training
+        except OSError:  # an unresponsive shared folder is no reason to stop a training
             return own
         return own or shared
 
@@ -94,23 +97,23 @@ def run(
     in_order: bool = False,
     log_name: str = LOG,
 ) -> tuple[int, str | None]:
-    """Run torchrun until it ends, and pass its output on.
+    """Run torchrun until it ends, and forward its output.
 
-    Once a rank has left an exit report, further lines on stderr (torchrun's report, other ranks
-    that lose their peer) go to torchrun's log only: the cause stays visible.
+    After a rank has left an exit report, further lines on stderr (torchrun's report, other ranks
+    that lose their peer) go only to torchrun's log, so that the cause stays visible.
 
     Args:
         command: from `launch.local.torchrun.command`.
         env: the whole environment of the processes; may name the start.
         run_dir: the run folder.
-        in_order: the ranks save and end when they get USR1 or TERM.
+        in_order: True if the ranks save and end on USR1 or TERM.
         log_name: of torchrun's log in `logs`; each of several machines has its own.
 
     Returns:
-        Exit code, and the line of the rank that failed first, if it left one; then the code is that
-        rank's, and status.json says so, too.
+        Exit code, and the message of the rank that failed first, if it left a report. The code is
+        then that rank's, and status.json records the message, too.
     """
-    with TemporaryDirectory(prefix="kimi-pretrain-reports-") as private:  # of mode 0700
+    with TemporaryDirectory(prefix="kimi-pretrain-reports-") as private:  # mode 0700
         try:
             known = frozenset(report_files(run_dir).values())
         except OSError:
@@ -128,7 +131,7 @@ def run(
 def _supervised(
     command: Sequence[str], env: Mapping[str, str], start: _Start, in_order: bool, log: Path
 ) -> tuple[int, ExitReport | None]:
-    """Return torchrun's exit code, and the exit report that counts."""
+    """Return torchrun's exit code, and the decisive exit report."""
     with _passed_on(in_order) as asked:
         process = _start(command, env)
         assert process.stderr is not None
@@ -137,9 +140,9 @@ def _supervised(
             code, report = _watch(process, start, asked, relay)
         except BaseException:
             take_time()
-            # The interruption is known: torchrun's traceback of it would only be noise.
+            # The interruption is known, so torchrun's traceback of it is noise.
             relay.hush()
-            if in_order:  # the second time: nothing is waited for
+            if in_order:  # second Ctrl-C: do not wait
                 _kill(_family(process.pid))
             raise
         finally:
@@ -153,7 +156,7 @@ def _supervised(
 
 
 def stop(process: subprocess.Popen) -> None:
-    """End a process and all its descendants: by TERM, and after `GRACE_SECONDS` by KILL."""
+    """End a process and all its descendants with TERM, and with KILL after `GRACE_SECONDS`."""
     family = _family(process.pid)
     if process.poll() is None:
         process.terminate()
@@ -166,7 +169,7 @@ def stop(process: subprocess.Popen) -> None:
 
 
 def _start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen:
-    """Start torchrun in a session of its own, so that Ctrl-C reaches this process only.
+    """Start torchrun in its own session, so that Ctrl-C reaches only this process.
 
     If this process is killed, the kernel kills torchrun, and its ranks save and end
     (`launch.local.signals.follow_torchrun`).
@@ -183,7 +186,7 @@ def _start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen:
 
 
 class _Asked:
-    """The first signal that asked the training to stop; `since`: when, of the monotonic clock."""
+    """First signal that asked the training to stop; `since` is its time on the monotonic clock."""
 
     def __init__(self) -> None:
         self.name: str | None = None
@@ -200,7 +203,7 @@ class _Asked:
 
 @contextmanager
 def _passed_on(in_order: bool) -> Iterator[_Asked]:
-    """Record signals instead of dying of them, if the ranks stop in order."""
+    """Record signals instead of dying from them, if the ranks stop in order."""
     asked = _Asked()
     if not in_order or threading.current_thread() is not threading.main_thread():
         yield asked
@@ -222,8 +225,8 @@ def _watch(
     """Wait until torchrun ends, and show its output.
 
     Returns:
-        Its exit code, and the exit report of a rank that was asked to stop and could not save: a
-        rank that torchrun has just restarted may have removed the file.
+        Its exit code, and the exit report of a rank that was asked to stop and could not save. The
+        report is kept, because a rank that torchrun has restarted may have removed the file.
     """
     signalled: set[int] = set()
     unsaved: ExitReport | None = None
@@ -249,11 +252,11 @@ def _watch(
                 relay.keep()
             if report != before:
                 since, doomed = time.monotonic(), _ranks(process)
-        # One that was read before may be of ranks that torchrun has replaced since.
+        # An earlier report may come from ranks that torchrun has replaced since.
         current = report if read > asked.since else None
         if asked.name is not None and current is not None and unsaved is None:
             unsaved = current
-            process.terminate()  # so that it restarts nothing
+            process.terminate()  # so that it does not restart ranks
         waited = time.monotonic() - since
         if unsaved is not None:
             if waited > LINGER_SECONDS / 5:  # time for the other ranks' reports
@@ -269,16 +272,17 @@ def _watch(
 
 
 def _end_orphans(ranks: Sequence[psutil.Process], code: int) -> None:
-    """If torchrun was killed, wait for its ranks, which then save; kill what is left."""
+    """Wait for the ranks to save if torchrun was killed; then kill any that remain."""
     if code < 0:
         psutil.wait_procs(ranks, timeout=GRACE_SECONDS)
     _kill(ranks)
 
 
 def _ask_to_save(process: subprocess.Popen, signalled: set[int], name: str) -> bool:
-    """Signal the ranks of this machine that have not had it yet; whether one of them has ended.
+    """Signal the ranks of this machine that were not signalled yet; return True if one has ended.
 
-    They get USR1 or TERM, because they wait longer for a silent store if a scheduler asked.
+    They get USR1 or TERM, because they wait longer for an unresponsive store after a scheduler's
+    signal.
     """
     number = signal.SIGUSR1 if name == signal.SIGUSR1.name else signal.SIGTERM
     ranks = _ranks(process)
@@ -293,13 +297,13 @@ def _ask_to_save(process: subprocess.Popen, signalled: set[int], name: str) -> b
 
 
 def _heeds_signals(pid: int) -> bool:
-    """Whether a process has all handlers of `StopSignal`, of which USR1's is installed last."""
+    """Return True if a process has all handlers of `StopSignal`; USR1's is installed last."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:  # it has ended
         return False
     _, _, caught = status.partition("SigCgt:")
-    if not caught:  # some sandboxed kernels do not say
+    if not caught:  # some sandboxed kernels omit it
         return True
     return bool(int(caught.split(maxsplit=1)[0], 16) >> (signal.SIGUSR1 - 1) & 1)
 
@@ -330,14 +334,14 @@ def _kill(members: Sequence[psutil.Process]) -> None:
 
 
 class _Relay:
-    """Copies torchrun's stderr to the log, and to our stderr what came before an exit report.
+    """Copies torchrun's stderr to the log, and to our stderr until an exit report appears.
 
-    Lines are held back until somebody has looked for an exit report and found none, so that what
-    follows the end of a rank is not shown before its report.
+    Lines are held back until a check has found no exit report, so that the consequences of a rank's
+    end are not shown before its report.
 
     Args:
-        lines: torchrun's stderr, read in a thread of its own.
-        log: file for all lines, once `keep` is called; until then they wait in memory.
+        lines: torchrun's stderr, read in a separate thread.
+        log: file for all lines, once `keep` is called; until then they are kept in memory.
     """
 
     def __init__(self, lines: IO[str], log: Path):
@@ -350,11 +354,11 @@ class _Relay:
 
     @property
     def kept(self) -> bool:
-        """Whether lines go to the log."""
+        """True if lines go to the log."""
         return self._log is not None
 
     def keep(self) -> None:
-        """Begin the log anew, with the lines that waited: the run folder is this start's."""
+        """Start a new log with the lines from memory; this start now holds the run folder."""
         with self._writing, suppress(OSError):
             if self._log is None:
                 self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -365,19 +369,19 @@ class _Relay:
 
     @property
     def holds(self) -> bool:
-        """Whether lines are held back."""
+        """True if lines are held back."""
         return bool(self._held)
 
     def mark(self) -> None:
-        """Mark the lines held back now, before somebody looks for a report."""
+        """Mark the lines held back now, before a check for reports."""
         self._marked = len(self._held)
 
     def show(self, report: ExitReport | None, *, marked: bool = False) -> None:
-        """Let the lines held back go to stderr if there is no report; otherwise drop them.
+        """Write the lines held back to stderr if there is no report; otherwise drop them.
 
         Args:
-            report: what was found.
-            marked: only those that were there at the mark.
+            report: result of the check.
+            marked: only the lines held back at the mark.
         """
         for _ in range(self._marked if marked else len(self._held)):
             line = self._held.popleft()
@@ -386,7 +390,7 @@ class _Relay:
         self._marked = 0
 
     def hush(self) -> None:
-        """Show what is held back, and nothing that comes later."""
+        """Show the lines held back, but no later lines."""
         self.show(None)
         self._hushed = True
 
@@ -397,7 +401,8 @@ class _Relay:
             self._log.close()
 
     def _read(self, lines: IO[str]) -> None:
-        for line in lines:  # also if the log cannot be written: torchrun blocks on a full pipe
+        # read on even if the log cannot be written: torchrun blocks on a full pipe
+        for line in lines:
             with self._writing:
                 if self._log is not None:
                     self._log.write(line.encode())

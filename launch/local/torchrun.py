@@ -1,9 +1,9 @@
 """Builds torchrun's command line and environment, for one node and for several.
 
-Nothing is started here. On a single node torchrun and its ranks meet in files of a private folder
-(why: `kimi_pretrain.parallel.rendezvous`), so nothing listens beyond the loopback address. On
-several nodes torchrun's own store listens on all addresses of the node that holds it, which torch
-does not let us change: the network between nodes must be trusted.
+This module starts no process. On a single node, torchrun and its ranks use files in a private
+folder for their rendezvous (why: `kimi_pretrain.parallel.rendezvous`), so nothing listens beyond
+the loopback address. On several nodes, torchrun's own store listens on all addresses of its node,
+which torch does not let us change; the network between nodes must be trusted.
 """
 
 import os
@@ -21,13 +21,13 @@ from launch.local.job import MEETING, WORKER, Job
 
 @dataclass(frozen=True)
 class Nodes:
-    """How a job is spread over machines.
+    """Distribution of a job over machines.
 
     Attributes:
         processes: number on each node, one per GPU.
         count: number of nodes.
-        rendezvous: "host:port" that all nodes can reach; needed for more than one node.
-        name: id of this job's rendezvous, to distinguish it from others at the same place.
+        rendezvous: "host:port" that all nodes can reach; required for several nodes.
+        name: id of this job's rendezvous, to distinguish it from others at the same address.
     """
 
     processes: int
@@ -40,7 +40,7 @@ def spread(world_size: int, num_nodes: int, rendezvous: str | None) -> Nodes:
     """Divide `world_size` processes evenly over nodes.
 
     Raises:
-        ValueError: the processes do not divide, or several nodes have no place to meet.
+        ValueError: the processes do not divide evenly, or several nodes have no rendezvous.
     """
     if world_size % num_nodes:
         raise ValueError(
@@ -59,10 +59,10 @@ def log_name(nodes: Nodes) -> str:
     return "torchrun.log" if nodes.count == 1 else f"torchrun_{socket.gethostname()}.log"
 
 
-# How long torchrun, asked to end, waits for its processes: time for a save. (After the failure of
+# Time that torchrun gives its processes for a save when it is asked to end. (After the failure of
 # one process it waits 30 seconds for the others, whatever this value is.)
 SHUTDOWN_SECONDS = 600
-# How often torchrun writes a sign of life for other nodes; a single node has none.
+# Interval of torchrun's keep-alive for other nodes; a single node has none.
 KEEP_ALIVE_SECONDS = 3600
 
 
@@ -74,14 +74,14 @@ def prepared(
     max_restarts: int = 0,
     base: Mapping[str, str] = os.environ,
 ) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """Yield command and environment of this node's processes; the folder they meet in ends with it.
+    """Yield command and environment of this node's processes; delete their private folder.
 
     Args:
         job, nodes, worker, max_restarts: see `command`.
         base: see `environment`.
     """
     cores = len(os.sched_getaffinity(0))
-    with TemporaryDirectory(prefix="kimi-pretrain-meeting-") as folder:  # of mode 0700
+    with TemporaryDirectory(prefix="kimi-pretrain-meeting-") as folder:  # mode 0700
         yield (
             command(job, nodes, Path(folder), worker=worker, max_restarts=max_restarts),
             environment(base, nodes, cores, Path(folder)),
@@ -112,11 +112,11 @@ def command(
 
     Args:
         job: passed to each process.
-        nodes: how the processes are spread.
-        folder: private folder where the processes of a single node meet.
+        nodes: distribution of the processes.
+        folder: private folder for the rendezvous of a single node.
         python: interpreter.
         worker: module that each process runs.
-        max_restarts: how often all processes are restarted after one has failed.
+        max_restarts: how often all processes are restarted after a failure.
     """
     return [
         python,
@@ -137,25 +137,26 @@ def command(
 def environment(base: Mapping[str, str], nodes: Nodes, cores: int, folder: Path) -> dict[str, str]:
     """Return the environment for the processes of one node.
 
-    Store: every start of the processes uses a new one. torchrun would share its own, which still
-    holds the addresses of the processes before a restart.
+    Store: every start of the processes uses a new store. torchrun would share its own store, which
+    still has the addresses of the processes before a restart.
 
-    Start: `launch.local.supervise` names it, but for several machines, which must agree.
+    Start: `launch.local.supervise` names the start. For several machines it is named here, because
+    they must agree.
 
     Threads: each process gets its share of the cores (OMP_NUM_THREADS, unless the user has set it).
-    By torch's default each would start one thread per core.
+    By torch's default each process would start one thread per core.
 
     Args:
         base: environment to start from.
-        nodes: how the processes are spread.
+        nodes: distribution of the processes.
         cores: number of cores of this node.
         folder: see `command`.
     """
     own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     if nodes.count == 1:
         own[MEETING] = str(folder)
-    elif nodes.rendezvous is not None:  # so that the machines name their start alike
+    elif nodes.rendezvous is not None:  # so that all machines use the same name
         own[START] = f"{nodes.name}@{nodes.rendezvous}"
-    # Inside another job these variables may be inherited: they name that job's.
+    # Inside another job, inherited variables would refer to that job.
     others = {name: value for name, value in base.items() if name not in (MEETING, START, REPORTS)}
     return {"OMP_NUM_THREADS": str(max(1, cores // nodes.processes)), **others, **own}

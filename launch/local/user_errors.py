@@ -1,8 +1,9 @@
-"""Which errors are user errors, and how they are shown: in one line, without a traceback.
+"""Classifies user errors and shows them in one line, without a traceback.
 
 Exit codes: 0 finished, or stopped in order (`status.json` says which); 2 user error, a retry fails
 again; 75 no progress in time, a store or shared folder that does not answer, or a chain that was
-stopped in order; any other a fault, such as a dead process. After the last two a restart can help.
+stopped in order; any other code is a fault, such as a dead process. After 75 or a fault, a restart
+can help.
 """
 
 import errno
@@ -18,7 +19,7 @@ from data_pipeline.store.patient import AWAY
 from kimi_pretrain.reliability.exit_report import FAULT, NO_PROGRESS, USER_ERROR, is_foreign
 from kimi_pretrain.reliability.stack_inspection import where
 
-# A full disk, no right to write, a file in the place of a folder: no faults of this program.
+# Full disk, missing permission, a file where a folder should be: not faults of this program.
 STORAGE = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG),
@@ -28,13 +29,14 @@ STORAGE = (
 def user_message(error: BaseException) -> str | None:
     """Return the line to show for a user error, or None for any other error.
 
-    Bad values, missing files and whatever the object store refuses are user errors. Anything else
-    is a fault of this program and keeps its traceback; so does a ValueError of a step or its loader
-    that this project did not raise (`kimi_pretrain.reliability.exit_report.is_foreign`).
+    Invalid values, missing files and requests that the object store refuses are user errors.
+    Anything else is a fault of this program and keeps its traceback. So does a ValueError in a step
+    or its loader that this project did not raise
+    (`kimi_pretrain.reliability.exit_report.is_foreign`).
     """
     if isinstance(error, FileNotFoundError) and error.filename is not None:
         return f"{error.filename}: no such file or folder"  # without the errno
-    if type(error).__name__ == "ValidationError":  # of a section; pydantic is loaded then
+    if type(error).__name__ == "ValidationError":  # of a section; pydantic is loaded already
         from typed_config.section import ValidationError, problems
 
         if isinstance(error, ValidationError):
@@ -51,7 +53,7 @@ def user_message(error: BaseException) -> str | None:
             f"MASTER_PORT={port}: another program listens there on {socket.gethostname()}, where "
             "the ranks are to meet; choose another port"
         )
-    # Imported late: the store imports boto3, and the most frequent errors need neither.
+    # Imported late, because the store imports boto3, and the most frequent errors need neither.
     from data_pipeline.index.manifest import IndexMismatch
     from data_pipeline.loader import LoaderError
     from data_pipeline.store.open import StoreError
@@ -66,7 +68,7 @@ def user_message(error: BaseException) -> str | None:
 
 
 def _port_in_use(error: BaseException) -> bool:
-    """Whether rank 0 could not open the ranks' store; compared by name, so torch is not loaded."""
+    """Return True if rank 0 could not open the ranks' store; compare names to avoid torch."""
     return type(error).__name__ == "DistNetworkError" and "EADDRINUSE" in str(error)
 
 
@@ -79,9 +81,10 @@ def _place(error: BaseException) -> str:
 def exit_code(error: BaseException) -> int:
     """Return the exit code of an error that `user_message` shows in one line.
 
-    The whole chain of causes is looked at. A store or shared folder that does not answer may answer
-    after a restart: 75. A loader's worker that died, usually for lack of memory, is a dead process
-    like any other: 1. If it dies again, restarts end after some failures without progress.
+    The whole chain of causes is checked. A store or shared folder that does not answer may answer
+    after a restart, so the code is 75. A loader worker that died, usually for lack of memory, is a
+    dead process like any other, so the code is 1. If it dies again, restarts stop after some
+    failures without progress.
     """
     from data_pipeline.workers.workers import WorkerDied
 
@@ -89,17 +92,17 @@ def exit_code(error: BaseException) -> int:
     while cause is not None:
         if isinstance(cause, WorkerDied):
             return FAULT
-        if _passes(cause) or _port_in_use(cause):  # the batch script takes another port
+        if _passes(cause) or _port_in_use(cause):  # the batch script chooses another port
             return NO_PROGRESS
         cause = cause.__cause__ or cause.__context__
     return USER_ERROR
 
 
 def _passes(error: BaseException) -> bool:
-    """Whether a restart may get past this error.
+    """Return True if a restart may get past this error.
 
-    Not counted are an OSError without errno, which is not of a file system (PIL raises one for a
-    broken image), and errors of locks and processes.
+    An OSError without errno does not count, because it does not come from a file system (PIL raises
+    one for a broken image). Neither do errors of locks and processes.
     """
     from kimi_pretrain.checkpoint.errors import is_transient
     from kimi_pretrain.reliability.run_lock import FormerStart
@@ -112,7 +115,7 @@ def _passes(error: BaseException) -> bool:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Show a user error as one line on stderr, and exit with its code; let others pass."""
+    """Show a user error as one line on stderr, and exit with its code; let other errors pass."""
     try:
         yield
     except (typer.Exit, typer.Abort):

@@ -1,8 +1,8 @@
-"""Sources that a configuration names by a version, captions@3, become folders: once, before a run.
+"""Resolves versions that a configuration names, such as captions@3, to folders once before a run.
 
-Ranks and restarts are given the folders. If each asked the catalogue by itself, one that asks after
-a promotion would read other data, and a catalogue that is away would keep a run from going on. For
-the same reason a run folder stands by what it resolved once (`data.asked` of its config.yaml).
+Ranks and restarts get the folders. If each rank queried the catalogue, a query after a promotion
+would read other data, and an unavailable catalogue would keep a run from resuming. For the same
+reason a run folder keeps its first resolution (`data.asked` of its config.yaml).
 """
 
 import os
@@ -18,7 +18,7 @@ from typed_config.yaml_text import one_line
 if TYPE_CHECKING:
     from data_pipeline.store.open import Store
 
-# Keys of `data` under which sources are named.
+# Keys of `data` that name sources.
 _KEYS = ("sources", "past_sources", "heldout", "max_epochs", "augment")
 
 
@@ -28,20 +28,21 @@ def load_pinned(
     run_dir: Path | None = None,
     machines: int = 1,
 ) -> tuple[Config, tuple[str, ...]]:
-    """Load a configuration whose versions are resolved.
+    """Load a configuration and resolve its versions.
 
     Args:
         config: YAML file or name of a preset.
         overrides: `section.key=value`.
-        run_dir: of a run that goes on, and stands by what it resolved.
-        machines: on which this command is given.
+        run_dir: folder of a run to resume, which keeps its first resolution.
+        machines: number of machines that run this command.
 
     Returns:
-        It, and the overrides with which every other process loads the same one.
+        The configuration, and the overrides with which every other process loads the same one.
 
     Raises:
-        ConfigError: see `load_config`; two versions are one folder; or this is a rank, or one
-            machine of several: others would ask at another moment, and read other data.
+        ConfigError: see `load_config`; two versions resolve to one folder; or this process is a
+            rank, or one of several machines, which could query at different times and read
+            different data.
         CatalogError, IndexMismatch, StoreError: see `catalog.lookup.resolve`.
     """
     loaded = load_config(config, overrides)
@@ -68,7 +69,7 @@ def load_pinned(
 
 
 def _resolve(config: Config, asked: set[str], before: Mapping[str, str]) -> dict[str, str]:
-    """Return the folder of each name that was asked for."""
+    """Return the folder of each requested name."""
     names = {name: before[name] for name in asked & before.keys()}
     if missing := sorted(asked - before.keys()):
         from data_pipeline.store.open import open_store
@@ -82,7 +83,7 @@ def _resolve(config: Config, asked: set[str], before: Mapping[str, str]) -> dict
 
 
 def folder_of(name: str, store: "Store", endpoint: str | None) -> str:
-    """Return the folder under a store's root that a version's name stands for.
+    """Return the folder under a store's root for a version's name.
 
     Raises:
         CatalogError, IndexMismatch, StoreError: see `catalog.lookup.resolve`.
@@ -104,18 +105,19 @@ def folder_of(name: str, store: "Store", endpoint: str | None) -> str:
 def open_version(
     name: str, root: str | None = None, endpoint: str | None = None
 ) -> "tuple[Store, str]":
-    """Open where a version lies by the catalogue, whatever its state.
+    """Open the store of a version in any state, as the catalogue locates it.
 
     Args:
         name: captions@3 or captions@active.
-        root: under this root (`Store.uri`); None: wherever it can be read.
-        endpoint: of an object store, in the place of the one that was registered.
+        root: use only the copy under this root (`Store.uri`); None: any readable copy.
+        endpoint: of an object store, instead of the registered endpoint.
 
     Returns:
-        The store of its root, and its folder.
+        The store at the root of the copy, and the copy's folder.
 
     Raises:
-        CatalogError: no such version. ValueError: no copy of it can be read; says why of each.
+        CatalogError: no such version.
+        ValueError: no copy can be read; the message gives the reason for each.
     """
     from data_pipeline.index.manifest import IndexMismatch, expect, read_manifest
     from data_pipeline.store.open import StoreError, open_store
@@ -148,21 +150,21 @@ def open_version(
 
 
 def needs_extra(error: ModuleNotFoundError, what: str = "the catalogue") -> ValueError:
-    """Return the error of a package of the extra `platform` that is not installed."""
+    """Return the error for a missing package of the extra `platform`."""
     return ValueError(
         f"{what} needs {error.name}, which is not installed: pip install 'kimi-pretrain[platform]'"
     )
 
 
 def _resolved_before(run_dir: Path) -> dict[str, str]:
-    """Return name -> folder, as the run of this folder began."""
+    """Return name -> folder as first resolved by the run of this folder."""
     file = run_dir / "config.yaml"
     noted = read_yaml(file).get("data", {}).get("asked") if file.is_file() else None
     return {name: folder for folder, name in (noted or {}).items()}
 
 
 def _renamed(values: Mapping[str, Any], names: Mapping[str, str], where: str) -> dict[str, Any]:
-    """Return values by folder, in the order in which they were given."""
+    """Return values by folder, in the given order."""
     renamed: dict[str, Any] = {}
     for name, value in values.items():
         folder = names.get(name, name)

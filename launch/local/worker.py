@@ -1,7 +1,7 @@
 """One process of a training job: `python -m launch.local.worker JSON`, started by torchrun or srun.
 
-It installs the handlers of the signals that ask a training to stop before anything else; torch is
-imported much later. Importing this module has no effect.
+It installs the handlers for stop signals before anything else; torch is imported much later.
+Importing this module has no effect.
 """
 
 import logging
@@ -16,7 +16,7 @@ from typing import Any
 from launch.local.signals import StopSignal, follow_torchrun
 
 STOP = StopSignal()
-if __name__ == "__main__":  # before slow imports: without a handler a signal kills the process
+if __name__ == "__main__":  # before slow imports: a signal without a handler kills the process
     STOP.install()
 
 from kimi_pretrain.reliability.exit_report import (  # noqa: E402
@@ -35,8 +35,8 @@ def run_job(
     """Train; rank and world size come from the environment (RANK, WORLD_SIZE).
 
     Args:
-        job: what to train.
-        stop: whether this process was asked to stop.
+        job: the training job.
+        stop: records a request to stop this process.
         prepare: see `kimi_pretrain.train.train`.
     """
     allow_many_files()
@@ -45,10 +45,10 @@ def run_job(
     from kimi_pretrain.reliability.status import mark_failed
 
     run_dir = Path(job.run_dir)
-    if rank_of_this() != 0:  # rank 0 alone holds the folder's lock and status
+    if rank_of_this() != 0:  # only rank 0 holds the folder's lock and status
         _train(job, stop, prepare)
         return
-    lock = run_lock.take(run_dir)  # first of all: until then nobody of this start may write there
+    lock = run_lock.take(run_dir)  # first, because no process of this start may write there before
     try:
         _train(job, stop, prepare)
     except Exception as error:
@@ -83,7 +83,7 @@ def _train(job: Job, stop: StopSignal, prepare: Callable | None) -> None:
 def allow_many_files() -> None:
     """Raise the soft limit of open files to the hard limit.
 
-    Rank 0 opens one per rank of the job, and 1,024 is a common soft limit.
+    Rank 0 opens one file per rank of the job, and 1,024 is a common soft limit.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -101,14 +101,14 @@ def main(
     *,
     stops: bool | None = None,
 ) -> int:
-    """Run one process of a job; returns its exit code. `launch.verify` passes jobs of its own.
+    """Run one process of a job; return its exit code. `launch.verify` passes its own jobs.
 
     Args:
         argument: the job as text.
-        parse: makes the job of the text.
+        parse: converts the text to the job.
         run: runs the job.
-        stops: whether `run` heeds `STOP`; if not, signals end the process as usual. None: only a
-            training (`run_job`) does.
+        stops: True if `run` checks `STOP`; if False, signals end the process as usual. None: True
+            only for a training (`run_job`).
     """
     if run is run_job if stops is None else stops:
         STOP.install()
@@ -125,7 +125,7 @@ def main(
         if message is None:
             traceback.print_exc()
             return 1
-        # First the file, then the line: `launch.local.supervise` shows only one of the two.
+        # Write the file before the line: `launch.local.supervise` shows only one of the two.
         code = exit_code(error)
         write_exit_report(run_dir, rank, ExitReport(message, code))
         print(f"error: {message}", file=sys.stderr, flush=True)
@@ -137,8 +137,8 @@ def leave(exit_code: int) -> None:
     """End this process at once, without the interpreter's shutdown.
 
     After a failure other ranks may hang in a collective; torchrun ends them once this process is
-    gone. After success, remaining gloo threads were seen to abort the process during shutdown,
-    which would turn a finished run into a failed one.
+    gone. After success, remaining gloo threads have aborted the process during shutdown, which
+    would turn a finished run into a failed one.
     """
     logging.shutdown()
     sys.stdout.flush()

@@ -1,1 +1,1 @@
-"""The schema of the catalogue, step by step: `catalog.migrate` runs them in their order."""
+"""Migration steps of the catalogue's schema, run in order by `catalog.migrate`."""

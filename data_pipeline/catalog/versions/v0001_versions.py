@@ -1,4 +1,4 @@
-"""0001: versions, where they lie, and the audit."""
+"""0001: tables of versions, replicas and the audit log."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -8,7 +8,7 @@ down_revision = None
 
 
 def upgrade() -> None:
-    """Make the tables."""
+    """Create the tables."""
     op.create_table(
         "version",
         sa.Column("dataset", sa.String(200), nullable=False),

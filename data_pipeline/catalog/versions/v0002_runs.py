@@ -1,4 +1,4 @@
-"""0002: which run used which source, at which steps."""
+"""0002: tables of runs, and of the sources and steps they used."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -8,7 +8,7 @@ down_revision = "0001"
 
 
 def upgrade() -> None:
-    """Make the tables."""
+    """Create the tables."""
     op.create_table(
         "run",
         sa.Column("folder", sa.Text, nullable=False),

@@ -1,7 +1,7 @@
-"""0003: entries of the audit are only ever added, each behind the last, by whom it says.
+"""0003: triggers that keep the audit log append-only and check an entry's sequence and user.
 
-The owner of the database can take the triggers away; nobody else can go around them, whatever was
-granted. SQLite knows nobody: there they keep programs and hands from doing it by mistake.
+Only the owner of the database can drop the triggers; nobody else can bypass them, whatever the
+grants. SQLite has no users, so there the triggers only prevent mistakes.
 """
 
 from alembic import op
@@ -23,7 +23,7 @@ _SQLITE = (
       OR NEW.previous <> coalesce((SELECT hash FROM audit ORDER BY seq DESC LIMIT 1), '')
     BEGIN SELECT RAISE(ABORT, '{_BEHIND}'); END""",
 )
-# The table by its schema: a temporary one of its name would come first.
+# Qualify the table with its schema, because a temporary table of the same name takes precedence.
 _POSTGRESQL = (
     f"""CREATE FUNCTION audit_appends() RETURNS trigger LANGUAGE plpgsql AS $$
     DECLARE
@@ -50,7 +50,7 @@ _POSTGRESQL = (
 
 
 def upgrade() -> None:
-    """Make the triggers."""
+    """Create the triggers."""
     postgresql = op.get_bind().dialect.name == "postgresql"
     for statement in _POSTGRESQL if postgresql else _SQLITE:
         op.execute(statement)
