@@ -96,7 +96,7 @@ def hostile_manifests(campaign: Campaign) -> None:
 
 def held_connections(campaign: Campaign) -> None:
     """Half-sent requests and large pictures at the page of a corpus and a run, while it trains."""
-    begun, run_dir, root = time.monotonic(), campaign.folder / "held", campaign.folder / "served"
+    begun, run_dir, root = time.monotonic(), campaign.folder / "visited", campaign.folder / "served"
     straight = campaign.straight()
     shutil.copytree(campaign.data_root, root)
     store = FolderStore(root)
