@@ -159,7 +159,7 @@ def alive(pid: int) -> bool:
 
 
 def stopped_at(number: int, arguments: list[str], store, proxy, how: signal.Signals) -> int:
-    """Stop the command when shard `number` exists, and its workers; return the exit code.
+    """Stop the command once shard `number` exists; check that its workers end; return its code.
 
     The proxy refuses the next shard meanwhile, because a fast ingest could finish before the stop.
     """
