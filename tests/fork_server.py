@@ -340,9 +340,7 @@ def become(job: dict[str, Any]) -> None:
 
 
 def end(job: dict[str, Any]) -> NoReturn:
-    """Run the job and exit as Python does, but keep modules, because they share pages with the
-    server.
-    """
+    """Run the job and exit like Python, but without module teardown, which would copy pages."""
     code: object = 0
     try:
         become(job)

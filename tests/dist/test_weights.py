@@ -262,7 +262,7 @@ def test_ranks_of_any_layout_start_with_the_weights_and_nothing_else(data_root, 
     assert any(not torch.equal(t, t.bfloat16().float()) for t in told), "masters say no more"
 
 
-# Evaluation -------------------------------------------------------------------------------------
+# Evaluation ---------------------------------------------------------------------------------------
 
 BOOK = " ".join(f"page {i}: the cat sat on a mat and saw {i % 10} red kites." for i in range(60))
 

@@ -42,7 +42,7 @@ def crude(folder: Path, count: int, side: int) -> list[str]:
     return [str(folder / "in"), str(folder / "m.jsonl")]
 
 
-# At every step, in one process that forks -------------------------------------------------------
+# At every step, in one process that forks ---------------------------------------------------------
 
 
 class Steps:
@@ -140,7 +140,7 @@ def test_killed_at_every_step_the_result_is_the_same(tmp_path):
     assert 2 < found["tries"] < 20
 
 
-# The command, with workers, on S3 ----------------------------------------------------------------
+# The command, with workers, on S3 -----------------------------------------------------------------
 
 
 def command(inputs, uri, tokenizer, *more) -> list[str]:

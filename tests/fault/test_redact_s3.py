@@ -55,7 +55,7 @@ def test_old_versions_go_too(bucket):
     uploads = (
         "corpus/notes/000007.tar",
         "corpus/notes/x.bin",
-    )  # of a killed ingest, and foreign
+    )  # of a killed ingest; foreign
     for key in uploads:
         client.create_multipart_upload(Bucket=name, Key=key)
     assert sum(SECRET.encode() in body for *_, body in versions(client, name)) == 2

@@ -194,8 +194,7 @@ class _Finder(ast.NodeVisitor):
         self.found: list[tuple[str, ast.stmt, Span]] = []
         self.visit(ast.parse(source))
 
-    # Nodes that contain others
-    # ---------------------------------------------------------------------
+    # Nodes that contain others --------------------------------------------------------------------
 
     def visit(self, node: ast.AST) -> None:
         if isinstance(node, ast.stmt):
@@ -234,8 +233,7 @@ class _Finder(ast.NodeVisitor):
         if self._depth:
             self.visit(node.body)
 
-    # Changes
-    # ---------------------------------------------------------------------------------------
+    # Changes --------------------------------------------------------------------------------------
 
     def _dropped(self, node: ast.stmt) -> None:
         called = node.value if isinstance(node, ast.Expr) else None
@@ -328,8 +326,7 @@ class _Finder(ast.NodeVisitor):
         else:
             self._change(begin, end, "")
 
-    # Positions in the source
-    # -----------------------------------------------------------------------
+    # Positions in the source ----------------------------------------------------------------------
 
     def _between(self, left: ast.expr, right: ast.expr, operator: ast.AST, new: str) -> None:
         sign = _SIGN[type(operator)]

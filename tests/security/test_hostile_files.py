@@ -48,7 +48,7 @@ class Payload:
         return os.mkdir, (str(self.place),)
 
 
-# Configurations ----------------------------------------------------------------------------------
+# Configurations -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_an_endpoint_without_a_scheme_is_told_what_to_add(endpoint, monkeypatch)
     assert expected in str(refused.value)
 
 
-# Checkpoints -------------------------------------------------------------------------------------
+# Checkpoints --------------------------------------------------------------------------------------
 
 
 def _tensor_file(header: bytes, data: bytes = b"", length: int | None = None) -> bytes:
@@ -276,7 +276,7 @@ def test_weights_that_are_a_pickle_are_refused(tmp_path):
     assert not (tmp_path / "made").exists()
 
 
-# Media -------------------------------------------------------------------------------------------
+# Media --------------------------------------------------------------------------------------------
 
 
 def _box(data: bytes, *path: bytes) -> int:

@@ -142,7 +142,7 @@ def theirs(store):
     return {key: data for key, data in objects_of(store).items() if key.startswith(OTHERS)}
 
 
-# Malformed manifests -----------------------------------------------------------------------------
+# Malformed manifests ------------------------------------------------------------------------------
 
 
 def names(*keys):
@@ -223,7 +223,7 @@ def test_nothing_is_removed_by_a_manifest_without_its_form(store, tmp_path, what
     assert not target.root.exists() or target.list() == []
 
 
-# Malformed indices -------------------------------------------------------------------------------
+# Malformed indices --------------------------------------------------------------------------------
 
 
 def column(name, values):
@@ -276,7 +276,7 @@ def test_an_index_without_its_form_is_refused_in_one_line(store, tmp_path, what)
     assert objects_of(store) == before
 
 
-# Well-formed manifests ---------------------------------------------------------------------------
+# Well-formed manifests ----------------------------------------------------------------------------
 
 
 def test_shards_of_others_are_no_one_s_own(store):
