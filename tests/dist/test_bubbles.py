@@ -135,10 +135,8 @@ def test_a_training_is_that_of_dep(found):
             assert wanted.pop("timeline")
             assert line.pop("encoded")
             assert not wanted.pop("encoded")
-            moved = (
-                line.pop("moved"),
-                wanted.pop("moved"),
-            )  # other ranks encode
+            # Other ranks encode, so other bytes move.
+            moved = line.pop("moved"), wanted.pop("moved")
             assert moved == (0, 0) if same else min(moved) > 0
             # The losses of the first step precede any update and use the same embeddings.
             assert line["loss"] == wanted["loss"] or step

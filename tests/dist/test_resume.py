@@ -74,13 +74,8 @@ def straight(data_root, tmp_path_factory):
     assert re.search(r"^step 1/6  loss [\d.]+  [\d,]+ tokens/s  ETA \d", done.stdout, re.MULTILINE)
     assert re.search(r"^step 6/6 .* ETA 0:00:00$", done.stdout, re.MULTILINE)
     assert re.search(r"^held out at step 4: loss \d\.\d+ \(pict", done.stdout, re.MULTILINE)
-    for name in (
-        "loss",
-        "losses",
-        "dep_balance",
-        "muonclip",
-        "timeline",
-    ):  # drawn at the end
+    # Drawn at the end of the run.
+    for name in ("loss", "losses", "dep_balance", "muonclip", "timeline"):
         assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     return folder
 

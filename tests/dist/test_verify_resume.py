@@ -55,10 +55,8 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(self_test, kept):
     assert comparison["steps"] == 2
     assert comparison["numbers"] > 80
     validated = (kept / "stopped" / "heldout.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in validated] == [
-        0,
-        4,
-    ]  # the last is compared
+    # The last validation is compared.
+    assert [json.loads(line)["step"] for line in validated] == [0, 4]
     assert comparison["tensors"] > 300
     assert comparison["restored_tensors"] == []  # they were checked
     assert json.loads((kept / "result.json").read_text()) == result

@@ -94,9 +94,8 @@ def s3_epoch(folder: Path, uri: str, endpoint: str, seed: int, processes: int) -
     Returns:
         Number of requests that this process sent to the server.
     """
-    from data_pipeline.store.open import (
-        open_store,
-    )  # boto3 only where needed
+    # Imports boto3, which the other processes do not need.
+    from data_pipeline.store.open import open_store
 
     cache_node.SHARED_MEMORY = (folder / "shm").resolve()
     config = CacheConfig(folder=str(folder / "disk"), memory_bytes=1 << 22, block_bytes=1 << 16)

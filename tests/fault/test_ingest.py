@@ -74,10 +74,8 @@ def run_once(root: str, inputs: list[str], ranks: bytes, kill: int, after: bool)
         objects.os.fsync = lambda _: None  # slow, and only guards against power loss
         objects.os.replace = steps(os.replace)  # makes an object of a folder visible
         objects.os.link = steps(os.link)  # ... and one that must be new
-        claim._SETTLE_S, claim.BEAT_S = (
-            0.0,
-            1e6,
-        )  # one ingest at a time; heartbeats would count
+        # Only one ingest runs at a time, and its heartbeats would count as steps.
+        claim._SETTLE_S, claim.BEAT_S = 0.0, 1e6
         FolderStore.delete = steps(FolderStore.delete)
         reader = open_inputs(inputs, "caption")
         ingest(reader, FolderStore(root), "src", Tokenizer(ranks, "tiny"), 32_000)

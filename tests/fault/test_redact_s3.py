@@ -52,10 +52,8 @@ def test_old_versions_go_too(bucket):
     client, name, store = bucket
     shard = read_index(store, "notes").shards[0].key
     store.put(shard, store.get(shard))  # the rewrite creates a hidden version
-    uploads = (
-        "corpus/notes/000007.tar",
-        "corpus/notes/x.bin",
-    )  # of a killed ingest; foreign
+    # One of a killed ingest, and one of another program.
+    uploads = ("corpus/notes/000007.tar", "corpus/notes/x.bin")
     for key in uploads:
         client.create_multipart_upload(Bucket=name, Key=key)
     assert sum(SECRET.encode() in body for *_, body in versions(client, name)) == 2
