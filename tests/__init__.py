@@ -1,4 +1,4 @@
-"""The root of the project, whatever folder a test lies in."""
+"""Path of the project root, for tests in any folder."""
 
 from pathlib import Path
 

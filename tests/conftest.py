@@ -1,4 +1,4 @@
-"""Keeps every test process to one thread, so that several on two cores do not fight."""
+"""Limits every test process to one thread, so that parallel tests do not compete for two cores."""
 
 import os
 import signal
@@ -11,18 +11,19 @@ from hypothesis import HealthCheck, settings
 
 from tests import ROOT, fork_server
 
-# The same examples in every run, however long they take on a loaded machine.
+# Every run tests the same examples, however long they take on a loaded machine.
 settings.register_profile(
     "tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("tests")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Where a test has more, on cores that others use: spinning took ten times as long as sleeping.
+# Some tests use more threads. On cores with other load, spinning took ten times as long as
+# sleeping.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# A shell starts background jobs with Ctrl-C ignored, and what they start inherits that; the tests
-# that interrupt their own processes would wait for ever.
+# A shell starts background jobs with SIGINT ignored, and their children inherit that. Tests that
+# interrupt their own processes would then hang.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -31,15 +32,15 @@ _ENGINE = "kimi_pretrain.engine"
 
 
 def pytest_configure() -> None:
-    """One set of fork servers for all workers of xdist, which this process starts next."""
+    """Create one set of fork servers for all xdist workers, which this process starts next."""
     fork_server.share()
 
 
 def _in_turns(items: list[pytest.Item]) -> None:
-    """Sort long files to the front, so that none is left alone at the end.
+    """Sort long files to the front, so that no long file runs alone at the end.
 
-    Those of tests/dist need cores, those of tests/fault and tests/slurm mostly wait: they take
-    turns, so that workers of xdist do the one while they do the other.
+    Files in tests/dist need cores; files in tests/fault and tests/slurm mostly wait. Alternating
+    between them lets some xdist workers compute while others wait.
     """
     folders: dict[Path, dict[Path, int]] = {}
     for item in items:
@@ -58,22 +59,22 @@ def _in_turns(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Bring files into their order; miss none.
+    """Order the test files and check that none is missing.
 
-    pytest skips folders by name (once it skipped tests/dist), and says nothing.
+    pytest skips some folders by name without a message; it once skipped tests/dist.
     """
     _in_turns(items)
     if [Path(argument).resolve() for argument in config.args] != [ROOT / "tests"]:
-        return  # a part was asked for
+        return  # the user asked for a subset
     missing = {*(ROOT / "tests").rglob("test_*.py")} - {item.path for item in items}
     if missing:
         raise pytest.UsageError(f"not collected: {', '.join(map(str, sorted(missing)))}")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """On a host without CUDA the engine patches torch: other tests would see that torch.
+    """Refuse test modules that import the engine, which patches torch on a host without CUDA.
 
-    A `*_case.py` has a process of its own.
+    The other tests would run with the patched torch. A `*_case.py` runs in a separate process.
     """
     tests = [item for item in session.items if not item.path.name.endswith("_case.py")]
     if tests and _ENGINE in sys.modules:
@@ -82,7 +83,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _the_engine_stays_out() -> Iterator[None]:
-    """The same for what is imported while tests run."""
+    """Refuse imports of the engine while tests run."""
     before = _ENGINE in sys.modules
     yield
     if not before and _ENGINE in sys.modules:
@@ -91,7 +92,7 @@ def _the_engine_stays_out() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def data_root(tmp_path_factory) -> Path:
-    """A folder with a small ingested corpus, built once."""
+    """Return a folder with a small ingested corpus, built once."""
     from tests.dist import corpus
 
     root = tmp_path_factory.mktemp("corpus")

@@ -1,7 +1,7 @@
-"""The code of the documentation, run as it stands.
+"""Runs the code blocks of the documentation unchanged.
 
-A test makes the files that a page names, changes into their folder (`monkeypatch.chdir`), calls
-`run` and looks at the variables that the code leaves.
+A test creates the files that a page names, changes into their folder (`monkeypatch.chdir`), calls
+`run` and checks the variables that the code leaves.
 """
 
 import re
@@ -11,17 +11,18 @@ from tests import ROOT
 
 
 def blocks(page: str, language: str = "python") -> list[str]:
-    """Return the blocks of a language in a page (path from the root), in their order."""
+    """Return the code blocks of a language in a page (path from the root), in page order."""
     text = (ROOT / page).read_text()
     return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
 def run(page: str, changes: dict[str, str] | None = None) -> dict[str, Any]:
-    """Run all Python of a page as one program, and return its variables.
+    """Run all Python blocks of a page as one program and return its variables.
 
     Args:
         page: path from the root.
-        changes: text to replace first, to run the same code on other sizes. Each must be there.
+        changes: text replacements, applied first to run the code with other sizes. Each old text
+            must occur in the page.
     """
     code, scope = "\n".join(blocks(page)), dict[str, Any]()
     for old, new in (changes or {}).items():

@@ -1,11 +1,11 @@
 """Runs commands as forks of one process that has imported torch and Megatron-Core.
 
-To start Python with both takes five seconds of a core, a fork of a process that has them a
-hundredth of one. A command runs as `python ...` would: with arguments, environment, folder, output
-and exit code (or signal) of its own. The server has one thread and has computed nothing, so no test
-sees another's state. Where a fork starts torchrun, a small script stands in for it and its ranks
-are forks, too; where ranks are to be started again torchrun is the real one. Where the start itself
-is tested (`started`, the campaign) it stays a real one.
+Starting Python with both imports takes five core seconds; a fork takes a hundredth of a second. A
+command runs as it would under `python ...`, with separate arguments, environment, folder, output
+and exit code (or signal). The server has one thread and has computed nothing, so tests share no
+state. Where a fork starts torchrun, a small script replaces it and its ranks are forks too; jobs
+that restart ranks use the real torchrun. Tests of the start-up (`started`, the campaign) use real
+processes.
 """
 
 import atexit
@@ -39,14 +39,15 @@ from launch.local.job import MEETING
 from tests import ROOT
 from tests.mutants import plant
 
-_LARGEST = 1 << 18  # bytes of a message: a command and its environment
+_LARGEST = 1 << 18  # bytes of a message, which holds a command and its environment
 _SERVERS = 2
 _SHARED = "KIMI_PRETRAIN_TEST_FORKS"
 _turns = count()
-_LINGER_S = 5.0  # that the other ranks of a job have when one has failed
+_LINGER_S = 5.0  # grace period of the other ranks after one rank has failed
 
-# What torchrun starts in Python's place (PYTHON_EXEC): has a fork do it, hands signals on to that,
-# and ends as it does. If it is killed, the server kills the fork, whose process it has as a name.
+# torchrun starts this script instead of Python (PYTHON_EXEC). The script requests a fork, forwards
+# signals to it and exits with its exit code. It names its process after the fork. If the script is
+# killed, the server kills the fork.
 _STAND_IN = """#!{python} -IS
 import json, os, signal, socket, sys
 connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -69,7 +70,7 @@ if code < 0:
 os._exit(code)
 """
 
-# What a fork starts in torchrun's place: which imports torch, 2 s of a core for nothing but this.
+# A fork starts this script instead of torchrun, whose import of torch costs 2 s of a core.
 _TORCHRUN = """#!{python} -IS
 import os, signal, subprocess, sys, time
 options = dict(word[2:].split("=", 1) for word in sys.argv if word[:2] == "--" and "=" in word)
@@ -104,14 +105,14 @@ if any(codes):
 
 
 class Fork:
-    """A command that runs."""
+    """A running command."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self.pid = int(connection.recv(64))
 
     def wait(self, timeout: float) -> int | None:
-        """Return the exit code, or the negative number of the signal; None if it still runs."""
+        """Return the exit code or the negative signal number; None if the command still runs."""
         self._connection.settimeout(max(timeout, 1e-3))
         try:
             return int(self._connection.recv(64))
@@ -119,7 +120,7 @@ class Fork:
             return None
 
     def kill(self) -> None:
-        """End it, and whatever it has started."""
+        """Kill the process and all its descendants."""
         with suppress(psutil.NoSuchProcess):
             root = psutil.Process(self.pid)
             for process in (root, *root.children(recursive=True)):
@@ -128,14 +129,14 @@ class Fork:
 
 
 def share() -> Path:
-    """Return the folder of the servers that this process and all it starts have in common.
+    """Return the folder of the servers, shared by this process and all processes it starts.
 
-    Called by pytest's main process, so that its workers have the same: each would start its own.
+    pytest's main process calls it first, so that its workers share the servers.
     """
     if _SHARED not in os.environ:
         folder = TemporaryDirectory(prefix="forks-")
         os.mkfifo(f"{folder.name}/open")
-        held = os.open(f"{folder.name}/open", os.O_RDWR)  # its end is the servers'
+        held = os.open(f"{folder.name}/open", os.O_RDWR)  # the servers exit when this is closed
         os.environ[_SHARED] = folder.name
         atexit.register(lambda: (os.close(held), folder.cleanup()))
     return Path(os.environ[_SHARED])
@@ -143,17 +144,18 @@ def share() -> Path:
 
 @cache
 def _servers() -> Path:
-    """Start the servers if nobody has; returns their folder.
+    """Start the servers unless they run already; return their folder.
 
-    Two, with string hashes of their own, which forks inherit: neighbouring ranks, and one run and
-    the next, see sets of strings in another order, as processes that are started do.
+    The two servers have different string hash seeds, which forks inherit. Neighbouring ranks and
+    successive runs therefore iterate over sets of strings in different orders, as real processes
+    do.
     """
     folder = share()
     stand_in = folder / "python"
     with open(folder / "lock", "w") as lock:
         flock(lock, LOCK_EX)
         if not stand_in.exists():
-            for number in range(_SERVERS):  # of a starter that was killed on the way
+            for number in range(_SERVERS):  # left by a starter that was killed
                 (folder / f"server{number}").unlink(missing_ok=True)
             _start_servers(folder)
             for file, text in ((folder / "torchrun", _TORCHRUN), (stand_in, _STAND_IN)):
@@ -180,7 +182,7 @@ def _start_servers(folder: Path) -> None:
 
 
 def python() -> Path:
-    """Return a command that runs as Python would, as a fork."""
+    """Return the path of a command that behaves like Python but runs as a fork."""
     return _servers() / "python"
 
 
@@ -191,13 +193,13 @@ def start(
     environment: Mapping[str, str] | None = None,
     server: int = 0,
 ) -> Fork:
-    """Start `python ARGUMENTS`: a script, or a module by -m, or code by -c.
+    """Start `python ARGUMENTS`, which is a script, a module (-m) or code (-c).
 
     Args:
-        server: which one's fork it is, modulo their number.
+        server: index of the server that forks, modulo the number of servers.
     """
     own = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    own["PYTHON_EXEC"] = str(python())  # torchrun's
+    own["PYTHON_EXEC"] = str(python())  # read by torchrun
     values = {**os.environ, **own, **(environment or {})}
     job = {"arguments": list(arguments), "environment": values, "cwd": str(ROOT)}
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -208,10 +210,10 @@ def start(
 
 
 def run(arguments: Sequence[str], timeout: float) -> subprocess.CompletedProcess[str]:
-    """Run `python ARGUMENTS` to its end; see `start`.
+    """Run `python ARGUMENTS` to completion; see `start`.
 
     Raises:
-        subprocess.TimeoutExpired: it took longer; it is ended.
+        subprocess.TimeoutExpired: the command took longer; it is killed.
     """
     with TemporaryFile("w+") as output, TemporaryFile("w+") as errors:
         fork = start(arguments, output, errors, server=next(_turns))
@@ -230,12 +232,12 @@ def run(arguments: Sequence[str], timeout: float) -> subprocess.CompletedProcess
 def run_ranks(
     commands: Sequence[Sequence[str]], timeout: float
 ) -> subprocess.CompletedProcess[str]:
-    """Run the ranks of a job, one command each, which meet in a private folder as torchrun's do.
+    """Run one command per rank of a job. The ranks meet in a private folder, as under torchrun.
 
-    When one fails the others are ended a little later.
+    When a rank fails, the others are killed a few seconds later.
 
     Raises:
-        subprocess.TimeoutExpired: it took longer; all are ended.
+        subprocess.TimeoutExpired: the job took longer; all ranks are killed.
     """
     end, codes = time.monotonic() + timeout, dict[int, int]()
     world = str(len(commands))
@@ -265,8 +267,8 @@ def run_ranks(
 
 
 def serve(listener: socket.socket) -> dict[str, Any] | None:
-    """Fork for every message; returns in each fork, with its message, and at the end with None."""
-    running: dict[int, tuple[int, int, socket.socket]] = {}  # by both descriptors to watch
+    """Fork for every message; return it in the fork. Return None in the server at the end."""
+    running: dict[int, tuple[int, int, socket.socket]] = {}  # keyed by both descriptors to poll
     waiting = select.poll()
     waiting.register(listener, select.POLLIN)
     waiting.register(0, select.POLLIN)  # closed when the tests have ended
@@ -279,7 +281,7 @@ def serve(listener: socket.socket) -> dict[str, Any] | None:
             if ready == listener.fileno():
                 connection, _ = listener.accept()
                 message, files, _, _ = socket.recv_fds(connection, _LARGEST, 2)
-                if len(files) != 2:  # who asked has ended before it said what
+                if len(files) != 2:  # the client exited before it sent its job
                     connection.close()
                     continue
                 output, errors = files
@@ -295,7 +297,7 @@ def serve(listener: socket.socket) -> dict[str, Any] | None:
                 os.close(errors)
                 with suppress(
                     OSError
-                ):  # it has ended since: the poll below tells, and ends the fork
+                ):  # the client has exited; the poll below notices and kills the fork
                     connection.send(str(pid).encode())
                 entry = pid, os.pidfd_open(pid), connection
                 for watched in (entry[1], connection.fileno()):
@@ -303,7 +305,7 @@ def serve(listener: socket.socket) -> dict[str, Any] | None:
                     waiting.register(watched, select.POLLIN)
             elif ready in running:
                 pid, ended, connection = running[ready]
-                if ready == connection.fileno():  # who asked is gone
+                if ready == connection.fileno():  # the client has exited
                     os.kill(pid, signal.SIGKILL)
                 code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 with suppress(OSError):
@@ -316,7 +318,7 @@ def serve(listener: socket.socket) -> dict[str, Any] | None:
 
 
 def become(job: dict[str, Any]) -> None:
-    """Be the process that was asked for."""
+    """Run the requested command in this process."""
     os.environ.clear()
     os.environ.update(job["environment"])
     os.chdir(job["cwd"])
@@ -338,7 +340,7 @@ def become(job: dict[str, Any]) -> None:
 
 
 def end(job: dict[str, Any]) -> NoReturn:
-    """Do the job and end as Python does, but for taking down modules, whose pages others share."""
+    """Run the job and exit like Python, but without module teardown, which would copy pages."""
     code: object = 0
     try:
         become(job)
@@ -359,14 +361,15 @@ def end(job: dict[str, Any]) -> NoReturn:
 if __name__ == "__main__":
     import_module("tests.preloaded")
     threads = {file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")}
-    # A fork has one thread alone. jemalloc (of pyarrow) minds forks, and starts its own again.
+    # A fork keeps only the calling thread. jemalloc (in pyarrow) handles forks and restarts its
+    # thread.
     assert len(threads - {"jemalloc_bg_thd"}) == threading.active_count() == 1, threads
     doors = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     doors.bind(sys.argv[1])
     doors.listen(64)
     if plant.INDEX in os.environ:
         plant.index(ROOT)
-    gc.freeze()  # forks leave alone what is here, so its pages stay shared
+    gc.freeze()  # forks do not collect these objects, so their pages stay shared
     print("ready", flush=True)
     asked = serve(doors)
     if asked is None:

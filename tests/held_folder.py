@@ -1,9 +1,9 @@
-"""A run folder that a start holds, without a process of it: its lock says so."""
+"""Run folder whose lock names an active start, without a real process."""
 
 import json
 from pathlib import Path
 
 
 def hold(run_dir: Path, start: str) -> None:
-    """Have a folder's lock name a start, as that of its rank 0 does."""
+    """Write the id of a start into the folder's lock, as rank 0 of that start does."""
     (run_dir / "lock").write_text(json.dumps({"id": start}) + "\n")

@@ -1,4 +1,4 @@
-"""Modules of other people that tests import late."""
+"""Third-party modules that tests import lazily."""
 
 from types import ModuleType
 from typing import Any
@@ -7,9 +7,9 @@ import pytest
 
 
 class Later:
-    """A module that is imported when a test first uses it; without it that test is skipped.
+    """A module that is imported on first use; the test is skipped if it is not installed.
 
-    Every worker of xdist collects every file, and transformers alone takes 2 s of a core.
+    Every xdist worker collects every file, and importing transformers takes 2 s of a core.
     """
 
     def __init__(self, name: str) -> None:
@@ -19,5 +19,5 @@ class Later:
         return getattr(self.module(), name)
 
     def module(self) -> ModuleType:
-        """Import it, if nobody has."""
+        """Import and return the module."""
         return pytest.importorskip(self._name)

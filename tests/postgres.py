@@ -1,6 +1,7 @@
-"""A PostgreSQL server for tests: an ordinary user's, on the loopback, thrown away at the end.
+"""Temporary PostgreSQL server on the loopback for tests, run by an unprivileged user.
 
-`postgres` refuses to run as root; there it is the user postgres (of Debian's package), or nobody.
+`postgres` refuses to run as root. Under root it runs as the user postgres (from Debian's package)
+or nobody.
 """
 
 import os
@@ -22,7 +23,7 @@ MISSING = (
 
 
 def binaries() -> Path | None:
-    """Return the folder of `initdb` and `postgres`, the newest there is; None without any."""
+    """Return the folder of the newest `initdb` and `postgres`; None if they are not installed."""
     found = [*Path("/usr/lib/postgresql").glob("*/bin/initdb")]
     if found:
         return max(found, key=lambda file: float(file.parts[-3])).parent
@@ -32,7 +33,7 @@ def binaries() -> Path | None:
 
 @contextmanager
 def server() -> Iterator[str]:
-    """Run one; yields the URL of its database. PGPASSWORD holds the password meanwhile."""
+    """Run a server and yield the URL of its database. PGPASSWORD holds the password meanwhile."""
     tools = binaries()
     assert tools is not None
     as_user = _ordinary_user()
@@ -64,7 +65,7 @@ def server() -> Iterator[str]:
         yield f"postgresql://{OWNER}@127.0.0.1:{port}/postgres"
     finally:
         if process is not None:
-            process.send_signal(signal.SIGQUIT)  # at once: nothing is to be kept
+            process.send_signal(signal.SIGQUIT)  # immediate shutdown; no data is kept
             process.wait(30)
         shutil.rmtree(folder)
         os.environ.pop("PGPASSWORD")

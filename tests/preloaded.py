@@ -1,6 +1,6 @@
-"""What `fork_server` imports before it forks: all that a training imports, inside functions too.
+"""Imports that `fork_server` does before it forks: every module of a training run, lazy ones too.
 
-Nothing here is ever run as `python -m`, and nothing here starts a thread.
+No module here may start a thread or be run as `python -m`.
 """
 
 import pyarrow

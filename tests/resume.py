@@ -1,4 +1,4 @@
-"""The shared test of everything that remembers: stop at every step, restore, compare the rest."""
+"""Shared resume test for stateful objects: stop at every step, restore, and compare the rest."""
 
 import dataclasses
 import hashlib
@@ -14,9 +14,9 @@ def assert_resumes_anywhere(
 ) -> list[Any]:
     """Assert that `make()` continues identically from its state at each of 0..steps steps.
 
-    `make` returns a fresh object with `next`, `state_dict` and `load_state_dict`; what `next`
-    returns is compared by `digest` (default: `fingerprint`). States travel as bytes, so that
-    nothing is shared with the object they were taken from. Returns the digests of all steps.
+    `make` returns a fresh object with `next`, `state_dict` and `load_state_dict`. `digest`
+    (default: `fingerprint`) compares the values that `next` returns. States are pickled, so that
+    they share nothing with the original object. Returns the digests of all steps.
     """
     digest = digest or fingerprint
     whole: list[Any] = []
@@ -31,7 +31,7 @@ def assert_resumes_anywhere(
         rest = [digest(next(fresh)) for _ in range(steps - stop)]
         assert rest == whole[stop:], f"resumed at step {stop}: the rest differs"
         _close(fresh)
-    # An object that has been used goes back, too: nothing may leak from where it was.
+    # Also restore an object that has advanced: nothing may leak from its later state.
     runner.load_state_dict(pickle.loads(states[0]))
     assert [digest(next(runner)) for _ in range(steps)] == whole, "a used object does not go back"
     _close(runner)
@@ -39,7 +39,7 @@ def assert_resumes_anywhere(
 
 
 def fingerprint(value: Any) -> str:
-    """Return a sha256 over numbers, strings, arrays, tensors and what is made of them."""
+    """Return a sha256 over numbers, strings, arrays, tensors and containers of them."""
     hasher = hashlib.sha256()
     _feed(hasher, value)
     return hasher.hexdigest()

@@ -1,4 +1,4 @@
-"""A server that takes connections and never answers, and the address of one that refuses them."""
+"""Server that accepts connections and never answers, and an endpoint that refuses connections."""
 
 import socket
 import threading
@@ -9,7 +9,7 @@ KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
 
 
 class SilentServer:
-    """Listens on the loopback; `asked` is set by the first connection."""
+    """Listens on the loopback; the first connection sets `asked`."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -40,7 +40,7 @@ class SilentServer:
 
 
 def refusing() -> str:
-    """An endpoint at which nobody listens, nor will: this process keeps it, and does not listen."""
+    """Return an endpoint that refuses connections, on a port with no listener."""
     held = socket.socket()
     held.bind(("127.0.0.1", 0))
     _REFUSING.append(held)

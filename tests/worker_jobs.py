@@ -1,4 +1,4 @@
-"""Jobs for the tests of workers, in a module of their own: worker processes import it by name."""
+"""Jobs for the tests of workers, in a module that worker processes can import."""
 
 import ctypes
 import os
@@ -14,7 +14,7 @@ import numpy as np
 
 
 def arrays_of(seed: int) -> dict[str, Any]:
-    """Arrays of many kinds, up to 1 MiB together, some read-only, strided or empty."""
+    """Return arrays of many kinds, up to 1 MiB in total, some read-only, strided or empty."""
     rng = np.random.default_rng([7, seed])
     size = int(rng.integers(0, 200_000))
     frozen = rng.integers(0, 9, 1000)
@@ -35,7 +35,7 @@ def arrays_of(seed: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Sleepy:
-    """Sleep, then return `arrays_of(seed)`."""
+    """Job that sleeps, then returns `arrays_of(seed)`."""
 
     seed: int
     sleep_s: float = 0.0
@@ -51,26 +51,26 @@ def sleepy() -> Callable[[Sleepy], dict[str, Any]]:
 
 
 def calls() -> Callable[[Callable[[], Any]], Any]:
-    """A job is a function without arguments."""
+    """Return a worker function that calls its job, a function without arguments."""
     return lambda job: job()
 
 
 class Unpicklable(Exception):
-    """Pickles, but cannot be made again from its message alone."""
+    """Pickles, but cannot be rebuilt from its message alone."""
 
     def __init__(self, number: int, name: str):
         super().__init__(f"{name} is {number}")
 
 
 class Doubled(Exception):
-    """Is made again, with another message."""
+    """Can be rebuilt, but with a different message."""
 
     def __init__(self, name: str):
         super().__init__(f"no {name}")
 
 
 class Ends(BaseException):
-    """No Exception."""
+    """A BaseException that is no Exception."""
 
 
 def throw(kind: str) -> None:
@@ -102,12 +102,12 @@ def broken_setup() -> Callable[[Any], Any]:
 
 
 def memory_files() -> int:
-    """Segments that this process has mapped."""
+    """Return the number of shared-memory segments that this process has mapped."""
     return Path("/proc/self/maps").read_text().count("memfd:shm_transport")
 
 
 def die(how: str, marks: Path, times: int) -> str:
-    """Die, the first `times` times; marks are files, one for each attempt."""
+    """Die on the first `times` attempts; `marks` holds one file per attempt."""
     attempt = len(list(marks.iterdir()))
     (marks / f"{attempt}-{os.getpid()}").touch()
     if attempt >= times:
@@ -116,7 +116,7 @@ def die(how: str, marks: Path, times: int) -> str:
         ctypes.string_at(0)
     if how == "exit":
         os._exit(5)
-    if how == "orphan":  # a child that keeps the worker's socket open
+    if how == "orphan":  # a child process keeps the worker's socket open
         child = os.fork()
         if child == 0:
             time.sleep(80)

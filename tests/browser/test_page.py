@@ -1,4 +1,4 @@
-"""The page in a real browser, offline: Debian's Chromium, one server and one browser for all."""
+"""The page in a real browser, offline: Debian's Chromium, one server and browser for all tests."""
 
 import io
 import os
@@ -46,7 +46,7 @@ WAIT_MS = 20_000
 
 @contextmanager
 def served(root: Path, folder: Path, *options: str) -> Iterator[str]:
-    """Run the command; yields the address that it prints."""
+    """Run the command and yield the address it prints."""
     env = os.environ | {"KIMI_PRETRAIN_FACTS": str(folder / "facts")}
     words = [sys.executable, "-m", "launch.cli", "data", "serve", str(root), *options]
     with (folder / "log").open("w") as log:
@@ -66,7 +66,7 @@ NOWHERE = f"/sources/{quote(PAYLOADS[0], safe='')}"  # no source has this name
 
 @pytest.fixture(scope="module")
 def visit(tmp_path_factory) -> Iterator[SimpleNamespace]:
-    """A page that is signed in, and what it asked for and complained of."""
+    """A signed-in page, with its requests and console messages."""
     folder = tmp_path_factory.mktemp("served")
     store = build_served(folder / "corpus")
     config = config_file(store.root, folder / "my.yaml")
@@ -98,11 +98,11 @@ def visit(tmp_path_factory) -> Iterator[SimpleNamespace]:
 
 @pytest.fixture(autouse=True)
 def _nothing_else(visit) -> Iterator[None]:
-    """No test may ask another site for anything, run a payload, or break the policy."""
+    """No test may send a request to another site, run a payload, or violate the policy."""
     yield
     assert [url for url in visit.asked if not url.startswith(visit.base + "/")] == []
     assert visit.page.evaluate("window.evil") is None
-    # The browser tells of a status 404, when it comes to it.
+    # The browser reports the 404 for this path.
     said = [line for line in visit.said if not line.endswith(NOWHERE)]
     assert [line for line in said if line.startswith("error")] == []
 
@@ -144,7 +144,7 @@ def test_a_filter_is_kept_by_a_reload(visit):
     page.fill("input[name=tokens_to]", "many")
     page.wait_for_function("() => document.querySelector('[role=alert]')")
     assert "tokens_to='many': expected a whole number" in page.inner_text("#grid")
-    visit.said.clear()  # the browser tells of the status 400
+    visit.said.clear()  # the browser reports the status 400
 
 
 def test_the_grid_goes_on_when_it_is_scrolled_and_has_pictures_and_words(visit):
@@ -181,7 +181,7 @@ def test_payloads_are_text_wherever_they_stand(visit):
     assert page.inner_text("body") == PAYLOADS[1]
 
 
-# Corners of shapes on the screen, and where the picture lies there, by the browser itself.
+# Screen coordinates of the shapes' corners and of the picture, as computed by the browser.
 PLACES = """() => {
   const svg = document.querySelector('figure svg');
   const onScreen = (shape) => {
@@ -221,7 +221,7 @@ def test_overlays_lie_on_the_stored_pixels_of_a_turned_picture(visit, path):
         assert found[name] == pytest.approx(expected, abs=0.5), name
     middle = [sum(found["point"][at::2]) / 2 for at in (0, 1)]
     assert middle == pytest.approx(on_screen(*POINT), abs=0.5)
-    # The picture itself is as stored: its red corner at the top left, not where EXIF would have it.
+    # The picture is shown as stored, with its red corner at the top left, not rotated by EXIF.
     shot = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
     scale = width / SIDES[0]
     for x, y, red in ((8, 5, True), (190, 5, False), (8, 95, False), (190, 95, False)):
@@ -267,11 +267,11 @@ def test_rows_blend_draws_and_statistics(visit):
     fills = page.locator("#counted svg path").evaluate_all(
         "all => [...new Set(all.map(one => getComputedStyle(one).fill))]"
     )
-    assert len(fills) > 1  # the plots have their colours under the policy
+    assert len(fills) > 1  # the policy lets the plots keep their colours
 
 
 def test_what_is_not_ready_comes_again_by_itself(visit):
-    """A whole page by its header, a part of one by htmx: once each in the server's place."""
+    """A whole page reloads by its header, a part by htmx; each first request is answered 503."""
     path, query = "/statistics/counted", "source=prose"
     headers = [(b"hx-request", b"true"), (b"host", b"testserver")]
     scope = {"type": "http", "method": "GET", "path": path, "query_string": query.encode()}
@@ -294,7 +294,7 @@ def test_what_is_not_ready_comes_again_by_itself(visit):
     goto(visit, "/rows?step=2")
     visit.page.wait_for_selector("text=Row 0 of step 2")
     assert seen == [path, "/rows"]
-    visit.said.clear()  # the browser tells of the status 503
+    visit.said.clear()  # the browser reports the status 503
 
 
 def test_a_state_is_changed_by_a_button_as_it_was_seen(visit):

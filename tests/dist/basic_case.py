@@ -1,4 +1,4 @@
-"""What jobs of the test worker do with a run: losses, gradients, planted faults, layers."""
+"""Basic actions of worker.py: losses, gradients, planted faults, layers."""
 
 import torch
 
@@ -8,9 +8,9 @@ from tests.dist.deepseek import deepseek_v3
 
 
 def losses(run) -> list[dict]:
-    """Loss, norm and counts of each step; the losses of all ranks by source and place.
+    """Return loss, norm and counts of each step, and all ranks' losses by source and position.
 
-    Where the run validates, the held-out losses before the steps, too.
+    Runs with validation also return the held-out losses before the steps.
     """
     held_out = [_held_out(run)] if run.validation is not None else []
     reports = [run.train_step.run(next(run.loader)) for _ in range(run.config.train.steps)]
@@ -18,7 +18,7 @@ def losses(run) -> list[dict]:
 
 
 def line_of(run, report) -> dict:
-    """Return loss, norm and counts of a step, and the losses of all ranks by source and place."""
+    """Return loss, norm and counts of a step, and all ranks' losses by source and position."""
     names, seq_len = run.config.data.source_names, run.config.data.seq_len
     return {
         "loss": report.loss,
@@ -34,7 +34,7 @@ def line_of(run, report) -> dict:
 
 
 def own_lists(run) -> list:
-    """Tombstones of every rank, and of its validation, where each finds another list."""
+    """Return the tombstones of every rank and its validation; each rank has a different list."""
     from kimi_pretrain.run import Run
 
     data = run.config.data
@@ -53,10 +53,10 @@ def _held_out(run) -> dict:
 
 
 def validated(run) -> dict:
-    """Held-out losses before the first step and after the last, and the rows that hold samples.
+    """Return held-out losses before the first and after the last step, and the rows with samples.
 
-    Under "stopped" whether a validation comes to nothing that the last rank is told to stop before
-    its last batch, and the batches it had come to.
+    "stopped" says whether a validation ends without a result if the last rank is told to stop
+    before its last batch, and lists the batches done until then.
     """
     batches = list[object]()
     asked = iter([*([None] * (len(run.validation.plans) - 1)), "told"])
@@ -71,21 +71,21 @@ def validated(run) -> dict:
 
 
 def validated_once(run) -> dict:
-    """Held-out losses before the first step alone."""
+    """Return only the held-out losses before the first step."""
     return {"lines": [run.validation.run().line(0)]}
 
 
 def dep_gradients(run) -> dict[str, torch.Tensor]:
-    """One step through DEP: every parameter's divided gradient, by name."""
+    """Take one step through DEP; return every parameter's divided gradient by name."""
     return gradients_of(run, run.train_step.run(next(run.loader)))
 
 
 def gradients_of(run, report) -> dict[str, torch.Tensor]:
-    """Every parameter's divided gradient after a step, by name."""
+    """Return every parameter's divided gradient after a step, by name."""
     return _gather(run, _owned_gradients(run, report.loss_tokens))
 
 
-# Settings that change how the encoder's work is done and nothing that it comes to.
+# Settings that change how the encoder's work is done, but not its result.
 DEP_VARIANTS = {
     "plain": {},
     "co-located": {"placement": "colocated"},
@@ -95,7 +95,7 @@ DEP_VARIANTS = {
     "dealt out": {"assign": "round_robin"},
     "owners only": {"assign": "owner"},
     "own replica": {"scope": "replica"},
-    # Priced by its square the largest item binds, so that it is shared.
+    # With a quadratic cost the largest item dominates, so it is shared.
     "shared by two": {
         "max_split": 2, "split_efficiency": 1.0, "check_recompute": True,
         "cost": CostConfig(per_patch=0.0, per_patch_squared=1.0, per_item=0.0),
@@ -103,7 +103,7 @@ DEP_VARIANTS = {
 }  # fmt: skip
 
 
-# Parts that are not trained, and what is left.
+# Frozen parts; the others are trained.
 FROZEN = {
     "tower": {"frozen": ["vision_tower"], "check_recompute": True},
     "projector": {"frozen": ["projector"]},
@@ -114,7 +114,7 @@ FROZEN = {
 
 
 def dep_variants(run) -> dict[str, dict]:
-    """Gradients of one batch under every setting above, in one job; see `DEP_VARIANTS`."""
+    """Return the gradients of one batch under every setting above; see `DEP_VARIANTS`."""
     found = {}
     for name, changed in {**DEP_VARIANTS, **FROZEN, "no balance loss": {}}.items():
         dep = run.config.dep.model_copy(update={k: v for k, v in changed.items() if k != "frozen"})
@@ -151,7 +151,7 @@ def _held_out_and_shared(run) -> tuple[dict, int]:
 
 
 def colocated_gradients(run) -> dict[str, torch.Tensor]:
-    """The same batch with the encoder inside the graph: no DEP, no schedule, no reduction."""
+    """Train on the same batch with the encoder in the graph: no DEP, no schedule, no reduction."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     from kimi_pretrain.dep.vision_plan import grids_of
@@ -184,7 +184,7 @@ def colocated_gradients(run) -> dict[str, torch.Tensor]:
 
 
 def planted_infinity(run) -> dict[str, bool]:
-    """A good step, then one whose gradient holds an inf on one rank: did anything change?"""
+    """Take a good step, then one with an inf gradient on one rank; return what changed."""
     from kimi_pretrain.checkpoint.hashes import hash_tensors
     from kimi_pretrain.dep.encoder import EncoderPass
 
@@ -205,7 +205,7 @@ def planted_infinity(run) -> dict[str, bool]:
     try:
         report = run.train_step.run(next(run.loader))
     finally:
-        EncoderPass.backward = backward  # other jobs of this process follow
+        EncoderPass.backward = backward  # restored for other jobs of this process
     return {
         "finite step": good != start,
         "infinite step": hashes() != good,
@@ -214,7 +214,7 @@ def planted_infinity(run) -> dict[str, bool]:
 
 
 def skipped_mask(run) -> dict[str, bool | int]:
-    """Skip the two longest samples of a step: does their whole loss go, and no other?"""
+    """Skip the two longest samples of a step; return whether exactly their losses disappear."""
     from kimi_pretrain.engine.microbatch import build_microbatches
 
     batch = next(run.loader)
@@ -234,8 +234,8 @@ def skipped_mask(run) -> dict[str, bool | int]:
 
 
 def planted_replica(run) -> str:
-    """What is said when one rank's copy of the encoder differs at the start."""
-    run.update.check_replicas()  # as built: nothing to say
+    """Return the error when one rank's copy of the encoder differs at the start."""
+    run.update.check_replicas()  # the unmodified copies must pass
     if run.mesh.rank == 1:
         next(run.encoder.module.parameters()).data.view(-1)[0] += 1e-3
     try:
@@ -246,9 +246,10 @@ def planted_replica(run) -> str:
 
 
 def planted_bit(run) -> dict[str, object]:
-    """What ranks say in steps where the lowest bit of one number differs on one rank in the second.
+    """Return the replica check's messages of steps, the second with one wrong bit on one rank.
 
-    In a copy whose turn it is, of a tensor that the other rank owns: the update makes it equal.
+    The bit is in the copy checked in that step, of a tensor that the other rank owns, so the update
+    repairs it.
     """
     from kimi_pretrain.reliability.replica_check import check_copies, hash_bits
 
@@ -278,7 +279,7 @@ def planted_bit(run) -> dict[str, object]:
 
 
 def layers_against_twins(run) -> dict[str, float]:
-    """Largest errors, fp32."""
+    """Return the largest errors, fp32."""
     from kimi_pretrain.engine import experts
 
     generator = torch.Generator().manual_seed(1)
@@ -306,7 +307,7 @@ def layers_against_twins(run) -> dict[str, float]:
 
 
 def language_model(run) -> dict:
-    """Logits of three packed documents, the weights by name, and transformers' configuration."""
+    """Return logits of three packed documents, weights by name, and transformers' configuration."""
     from kimi_pretrain.engine.microbatch import Microbatch
     from kimi_pretrain.engine.packed_attention import PackedRows
 
@@ -314,14 +315,14 @@ def language_model(run) -> dict:
     generator = torch.Generator().manual_seed(2)
     length, borders = run.config.data.seq_len, [0, 60, 61, 128]
     assert borders[-1] == length
-    for view in run.backbone.views(buffers=True):  # weights far from their gentle start
+    for view in run.backbone.views(buffers=True):  # enlarges the initial weights
         if view.name.endswith("e_score_correction_bias"):
             view.data.copy_(torch.rand(view.data.shape, generator=generator))
         elif view.data.ndim > 1:
             view.data.mul_(3.0)
     tokens = torch.randint(0, language.vocab_size, (1, length), generator=generator)
     rows = PackedRows.of(borders, [True] * 3, torch.device("cpu"))
-    assert rows.max_seqlen_q == rows.max_seqlen_kv == length  # a row is one sequence to the engine
+    assert rows.max_seqlen_q == rows.max_seqlen_kv == length  # one sequence
     padding = torch.zeros(1, length, dtype=torch.bool)
     (logits,) = run.backbone.evaluate(
         [Microbatch(rows, padding, tokens)], lambda x: x.clone()
@@ -337,7 +338,7 @@ def language_model(run) -> dict:
 
 
 def _owned_gradients(run, loss_tokens: int) -> dict[str, torch.Tensor]:
-    """The sums are on the tensors' owners alone."""
+    """Return the gradient sums, which only the owners of the tensors hold."""
     named = [t for t in run.update.named if run.update.optimizer.leads(t.name)]
     return {t.name: t.grad() / loss_tokens for t in named}
 

@@ -1,7 +1,4 @@
-"""What a process of a test job does about vision work in bubbles: the same step without and with.
-
-See worker.py.
-"""
+"""Actions of worker.py on vision work in bubbles: the same step without and with bubbles."""
 
 import logging
 import time
@@ -25,19 +22,19 @@ LONGEST_SLEEP = 0.02
 
 
 def bubbles(run) -> dict[str, Any]:
-    """Take one step with DEP, then with the same ranks' work in bubbles, at other times each time.
+    """Take one step with DEP, then with the same ranks' work in bubbles, at varying times.
 
-    Variants: "planned"; "moved N": pieces of work moved to other slots at random, as far as no
-    ranks wait for each other; "asleep": so, with pauses on all ranks, too. In each: "encoder" and
-    "backbone", the largest relative difference of any tensor's gradient from DEP's, on any rank;
-    "loss": whether it is the same bits; "bits": whether the encoder's gradients are those of
-    "planned"; how many pieces are planned between two passes ("forward inside", "backward
-    inside"), how often a unit goes on after pieces of one behind it ("forward mixed", "backward
-    mixed"), and how many pieces were done between two passes ("done inside"); patches "kept"; of
-    how many "buckets" of the encoder's gradients how many had "left" with the last piece, None
-    where more gradients follow; the (unit, piece) that were taken back "together" at the end;
-    seconds. "summed behind": as "planned", but no bucket leaves before all are done. Of all:
-    "shared" items, "units", and how many of these are of several items ("joined").
+    Variants: "planned"; "moved N", with pieces of work in random other slots, as far as no deadlock
+    arises; "asleep", the same with random pauses on all ranks; "summed behind", as "planned", but
+    no bucket is sent before all are done. Each variant reports per rank: "encoder" and "backbone",
+    the largest relative difference of any tensor's gradient from DEP's; "loss", whether it is
+    bit-identical; "bits", whether the encoder's gradients equal those of "planned"; the pieces
+    planned between two passes ("forward inside", "backward inside"); how often a unit continues
+    after pieces of a later one ("forward mixed", "backward mixed"); the pieces run between two
+    passes ("done inside"); patches "kept"; the number of gradient "buckets" of the encoder, and how
+    many had "left" with the last piece (None if more gradients follow); the (unit, piece) pairs
+    whose backward ran "together" at the end; seconds. Totals: "shared" items, "units", and units of
+    several items ("joined").
     """
     from kimi_pretrain.step import TrainStep
 
@@ -96,7 +93,7 @@ def bubbles(run) -> dict[str, Any]:
 
 
 def bubble_training(run) -> list[dict]:
-    """Take the steps of a run, updates and all: the line of each."""
+    """Take the steps of a run with updates; return the line of each."""
     reports = [run.train_step.run(next(run.loader)) for _ in range(run.config.train.steps)]
     return [
         line_of(run, report)
@@ -118,10 +115,9 @@ def bubble_training(run) -> list[dict]:
 
 
 def bubble_learning(run) -> list[dict]:
-    """Take the steps of a run in a row, each told of what was measured: the line of each.
+    """Take the steps of a run and feed the measured times back; return the line of each.
 
-    Each with the "slots" that its work was planned into, and the "factors" of the cost model that
-    it was planned with, of all ranks.
+    Each line adds all ranks' "slots" of the planned work and "factors" of the cost model.
     """
     lines = []
     for _ in range(run.config.train.steps):
@@ -136,7 +132,7 @@ def bubble_learning(run) -> list[dict]:
 
 
 def bubble_rules(run) -> dict[str, Any]:
-    """Return what is said where the schedule is not the planned one, or has no place for work."""
+    """Return the errors for a deviating schedule, and the message of a run without a pipeline."""
     from kimi_pretrain.dep.bubble_links import Links
     from kimi_pretrain.dep.bubble_run import BubbleRun, OutOfOrder
     from kimi_pretrain.dep.bubble_step import dep_step
@@ -177,14 +173,14 @@ def bubble_rules(run) -> dict[str, Any]:
 
 
 def _nothing(plan):
-    """The plan without its work."""
+    """Return the plan without its work."""
     none = [[] for _ in plan.stage]
     return replace(plan, forward=none, backward=none)
 
 
 @contextmanager
 def _heard(name: str) -> Iterator[list[str]]:
-    """Collect what a logger is told."""
+    """Collect the messages of a logger."""
     heard = list[str]()
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())
@@ -194,7 +190,7 @@ def _heard(name: str) -> Iterator[list[str]]:
 
 
 def bubble_fault(run) -> None:
-    """Take a step in which an item cannot be encoded, inside the schedule of the last rank."""
+    """Take a step in which encoding an item fails inside the last rank's schedule."""
     from kimi_pretrain.dep.unit_pass import UnitPass
 
     if run.mesh.rank == run.mesh.world_size - 1:
@@ -203,7 +199,7 @@ def bubble_fault(run) -> None:
 
 
 def bubble_disorder(run) -> None:
-    """Take a step whose plan has two forward passes of the first stage the other way round."""
+    """Take a step whose plan swaps two forward passes of the first stage."""
     from kimi_pretrain.dep.bubble_run import BubbleRun
 
     class Other(BubbleRun):
@@ -229,9 +225,7 @@ def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def _inside(plan, rank: int) -> dict[str, int]:
-    """Count the pieces of a rank that the plan has between two passes, and returns to a unit after
-    pieces of one behind it.
-    """
+    """Count a rank's pieces between two passes, and its returns to a unit after a later one."""
     last, found = plan.schedule.num_passes, {}
     for way, slices in (("forward", plan.forward[rank]), ("backward", plan.backward[rank])):
         found[f"{way} inside"] = sum(s.end - s.begin for s in slices if 0 < s.slot < last)
@@ -241,7 +235,7 @@ def _inside(plan, rank: int) -> dict[str, int]:
 
 @contextmanager
 def _done_inside() -> Iterator[list[int]]:
-    """Collect the units of the pieces that are done between two passes."""
+    """Collect the units of the pieces that run between two passes."""
     from kimi_pretrain.dep.bubble_run import BubbleRun
 
     working, done = BubbleRun._working, list[int]()
@@ -258,7 +252,7 @@ def _done_inside() -> Iterator[list[int]]:
 
 @contextmanager
 def _done_behind() -> Iterator[list[tuple[int, int]]]:
-    """Collect each (unit, piece) that is taken back behind the last pass."""
+    """Collect each (unit, piece) whose backward runs after the last pass."""
     from kimi_pretrain.dep.bubble_run import BubbleRun
 
     go_back, done = BubbleRun._go_back, list[tuple[int, int]]()
@@ -275,9 +269,9 @@ def _done_behind() -> Iterator[list[tuple[int, int]]]:
 
 @contextmanager
 def _left(sums) -> Iterator[list[int]]:
-    """Collect how many buckets have left when all are told to, and before the schedule ends.
+    """Collect how many buckets were sent before the final send, inside the schedule.
 
-    None may have left before they are released. Nothing is collected where they are not held.
+    No bucket may be sent before its release. Nothing is collected if buckets are not held.
     """
     left, held, early = list[int](), list[int](), list[int]()
     kind, send_all = type(sums), sums.send_all
@@ -296,7 +290,7 @@ def _left(sums) -> Iterator[list[int]]:
         send_all()
 
     def finish() -> None:
-        assert not held or len(sums._work) == len(sums._parts)  # before other sums over all ranks
+        assert not held or len(sums._work) == len(sums._parts)  # before other sums
         kind.finish(sums)
 
     with _patched(sums, hold=hold, release=release, send_all=last, finish=finish):
@@ -305,7 +299,7 @@ def _left(sums) -> Iterator[list[int]]:
 
 
 def _moved(bubbles, seed: int):
-    """Move work to other slots at random, as often as the check of plans lets it."""
+    """Move work to random other slots, as far as the plan check allows."""
     plan, draw = bubbles.plan, np.random.Generator(np.random.Philox(key=seed))
     last = plan.schedule.num_passes
 
@@ -334,7 +328,7 @@ def _moved(bubbles, seed: int):
         else:
             mine[: at + 1] = [s._replace(slot=min(s.slot, slot)) for s in mine[: at + 1]]
         passes = plan.schedule.passes[int(plan.stage[rank])]
-        # The last chunk's backward pass waits for nobody: no forward work is before it.
+        # The last chunk's backward pass waits for no message, so forward work cannot precede it.
         if way == "forward" and any(
             s.slot < last and _own(plan.schedule, int(plan.stage[rank]), passes[s.slot])
             for s in mine
@@ -344,7 +338,7 @@ def _moved(bubbles, seed: int):
         proposed = replace(plan, **{way: other})
         try:
             check(proposed)
-        except ValueError:  # in a circle, or units out of order
+        except ValueError:  # a cycle, or units out of order
             continue
         plan = proposed
     wide = [dict.fromkeys(range(1, last), 1e9) for _ in bubbles.room]
@@ -358,7 +352,7 @@ def _own(schedule, stage: int, this) -> bool:
 
 @contextmanager
 def _patched(thing, **attributes) -> Iterator[None]:
-    """Set attributes of one object for a while."""
+    """Set attributes of one object temporarily."""
     for name, value in attributes.items():
         setattr(thing, name, value)
     yield
@@ -368,7 +362,7 @@ def _patched(thing, **attributes) -> Iterator[None]:
 
 @contextmanager
 def _without_update(run) -> Iterator[None]:
-    """Have weights and gradients stay as they are after a step."""
+    """Keep weights and gradients unchanged after a step."""
     from kimi_pretrain.update import UpdateReport
 
     def update(loss_tokens: int, loss: float) -> UpdateReport:
@@ -382,7 +376,7 @@ def _without_update(run) -> Iterator[None]:
 
 @contextmanager
 def _sleeps(rank: int) -> Iterator[None]:
-    """Pause at random wherever the schedule or a message meets the work in bubbles."""
+    """Pause at random wherever the schedule or a message meets bubble work."""
     from kimi_pretrain.dep.bubble_run import BubbleRun
 
     draw = np.random.Generator(np.random.Philox(key=1000 + rank))

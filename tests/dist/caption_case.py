@@ -1,4 +1,4 @@
-"""Actions of worker.py: steps of the captioning stage, and what went into them."""
+"""Actions of worker.py for the captioning stage: steps and their inputs."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from tests.dist.basic_case import _gather, _owned_gradients
 
 
 def caption_start(run) -> str:
-    """Save weights of which no bias is zero and no gain is one."""
+    """Save weights in which no bias is zero and no gain is one."""
     generator = torch.Generator().manual_seed(2)
     for name, tensor in sorted(run.model.tensors().items()):
         if tensor.ndim == 1:
@@ -18,7 +18,7 @@ def caption_start(run) -> str:
 
 
 def caption_gradients(run) -> dict:
-    """Each document with its media, the loss of a step, and the divided gradients by name."""
+    """Return each document with its media, a step's loss, and the divided gradients by name."""
     batch = next(run.loader)
     samples, items = batch.plan.samples, batch.plan.items
     grids = np.stack([items.frames, items.grid_h, items.grid_w], axis=1).tolist()
@@ -38,8 +38,8 @@ def caption_gradients(run) -> dict:
         for name, parameter in run.encoder.module.named_parameters()
         if name.startswith("siglip.")
     }
-    # Megatron-Core's router takes its scores in float32 whatever the type of the model: 4e-9 of a
-    # gradient in float64. What is compared is all the rest.
+    # Megatron-Core's router computes scores in float32 for any model dtype, which shifts float64
+    # gradients by 4e-9. The patch removes this difference from the comparison.
     with pytest.MonkeyPatch.context() as patch:
         if run.config.train.dtype == "float64":
             patch.setattr(torch.Tensor, "float", torch.Tensor.double)
@@ -54,7 +54,7 @@ def caption_gradients(run) -> dict:
 
 
 def siglip_step(run) -> dict:
-    """Losses and gradients of a step with pairs; images and captions of each rank."""
+    """Return losses and gradients of a step with pairs, and each rank's images and captions."""
     batch, seen = next(run.loader), list[int]()
     heads, pooled = run.encoder.heads, list[int]()
     images = heads.images

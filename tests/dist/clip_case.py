@@ -1,4 +1,4 @@
-"""What a process of a test job does about the maxima of attention and their clip; see worker.py."""
+"""Actions of worker.py on the attention maxima and QK-Clip."""
 
 import tempfile
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-PLANTED = {0: 1, 2: 3}  # layer -> a head whose queries are made large
+PLANTED = {0: 1, 2: 3}  # layer -> a head whose queries are scaled up
 FACTOR = 60.0
 
 
@@ -16,7 +16,7 @@ FACTOR = 60.0
 def _watched(backbone, documents):
     """Collect queries and keys of each layer, microbatch by microbatch.
 
-    Those of padding are made huge on their way in: nobody may look at them.
+    Padding queries and keys are made huge on input, because attention must ignore them.
     """
     from kimi_pretrain.engine.packed_attention import PackedCoreAttention
 
@@ -42,7 +42,7 @@ def _watched(backbone, documents):
 
 
 def _documents(plan, rows_per_microbatch: int) -> list[list[tuple[int, int]]]:
-    """Begin and end of every document in its microbatch, from the plan's table of samples."""
+    """Return begin and end of every document in its microbatch, from the plan's sample table."""
     found = [[] for _ in range(plan.num_rows // rows_per_microbatch)]
     samples = plan.samples
     for row, start, length in zip(samples.row, samples.start, samples.length, strict=True):
@@ -52,7 +52,7 @@ def _documents(plan, rows_per_microbatch: int) -> list[list[tuple[int, int]]]:
 
 
 def _brute_force(seen, documents, scale: float) -> torch.Tensor:
-    """[layers, microbatches, heads]: largest logit over all pairs that attention may see."""
+    """Return [layers, microbatches, heads]: the largest logit over all visible pairs."""
     table = []
     for layer in sorted(seen):
         of_layer = []
@@ -68,7 +68,7 @@ def _brute_force(seen, documents, scale: float) -> torch.Tensor:
 
 
 def _step(run, batch):
-    """Run a step; returns the maxima that the update took, [layers, heads], and its report."""
+    """Run a step; return the maxima that the update used, [layers, heads], and its report."""
     taken, take = {}, run.backbone.take_max_logits
 
     def watch():
@@ -82,7 +82,7 @@ def _step(run, batch):
 
 
 def clip_proof(run) -> dict:
-    """The same batch twice, with a learning rate that changes nothing: only QK-Clip does."""
+    """Run one batch twice with a learning rate that changes nothing, so that only QK-Clip acts."""
     language, train = run.config.model.language, run.config.train
     width = language.qk_nope_dim + language.qk_rope_dim
     for view in run.backbone.views():
@@ -109,7 +109,7 @@ def clip_proof(run) -> dict:
 
 
 def _after_evaluation(run, batch) -> torch.Tensor:
-    """The maxima that an evaluation leaves for the next update."""
+    """Return the maxima that an evaluation leaves for the next update."""
     from kimi_pretrain.engine.microbatch import build_microbatches
 
     rows = run.config.train.rows_per_microbatch
@@ -119,13 +119,13 @@ def _after_evaluation(run, batch) -> torch.Tensor:
 
 
 def _skipped(run) -> dict[str, int]:
-    """Skipped steps after one step that is not finite, and in a run that goes on from there."""
+    """Return the skipped steps after one non-finite step, and after a resume from there."""
     from kimi_pretrain.run import Run
     from tests.dist.basic_case import planted_infinity
 
-    next(run.loader)  # the proof took one batch twice
+    next(run.loader)  # the steps above used one batch twice
     planted_infinity(run)
-    run.step = 4  # two of the proof, a good one, and the one that was not applied
+    run.step = 4  # two steps of `clip_proof`, a good one, and the one not applied
     with tempfile.TemporaryDirectory() as root:
         resumed = Run(run.config, run.mesh, run.save(Path(root)))
         resumed.close()
@@ -138,10 +138,10 @@ def _skipped(run) -> dict[str, int]:
 
 
 class PlainKernel(nn.Module):
-    """Takes and gives what `TEDotProductAttention` does, in plain torch: a twin to test against.
+    """Plain torch twin of `TEDotProductAttention`, with the same interface.
 
-    Documents lie at `cu_seqlens_q_padded` and are as long as `cu_seqlens_q` says; the room behind
-    them gives zeros. Maxima are remembered by head, in the type of the output.
+    Documents start at `cu_seqlens_q_padded` and have the lengths of `cu_seqlens_q`; the space after
+    them gives zeros. It stores maxima per head in the dtype of the output.
     """
 
     def __init__(self, config, layer_number, mask_type, attention_type, **options):
@@ -178,8 +178,10 @@ class PlainKernel(nn.Module):
 
 
 def kernel_wiring(run) -> dict:
-    """One batch through each attention: our own; `FlexCoreAttention` over torch's operator, not
-    compiled; `FusedCoreAttention` over `PlainKernel`.
+    """Run one batch through each attention.
+
+    These are our own, `FlexCoreAttention` over torch's uncompiled operator, and
+    `FusedCoreAttention` over `PlainKernel`.
     """
     from megatron.core.extensions import transformer_engine
 
@@ -205,7 +207,7 @@ def kernel_wiring(run) -> dict:
         check, backbone_module.check_kind = backbone_module.check_kind, lambda config: None
         backbone = backbones[kind] = build_backbone(config, run.mesh)
         backbone_module.check_kind = check
-        Update(config, run.mesh, run.encoder, backbone)  # says where gradients are summed
+        Update(config, run.mesh, run.encoder, backbone)  # decides where gradients are summed
     batch, rows = next(run.loader), run.config.train.rows_per_microbatch
     results = {}
     for name, one in backbones.items():
@@ -231,7 +233,7 @@ def kernel_wiring(run) -> dict:
         "borders": borders,
         "plain borders": document_borders([0, 4, 9], [True, True]),
         "only padding": document_borders([0, 4, 9], [False, False]),
-        "kernel": vars(kernel),  # plain: the test must not import Megatron-Core
+        "kernel": vars(kernel),  # plain values, because the test must not import Megatron-Core
         "heads": [of_all_heads(torch.arange(2.0), 6, rank, 3) for rank in range(3)],
     }
 

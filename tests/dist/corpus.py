@@ -1,4 +1,4 @@
-"""A small corpus for tests that train: noise pictures of heavy-tailed sizes, and words."""
+"""A small training corpus for tests: noise pictures with heavy-tailed sizes, and words."""
 
 import io
 from pathlib import Path
@@ -17,9 +17,9 @@ WORDS = SENTENCE.split()
 
 
 def build(root: Path) -> None:
-    """Write sources `pictures` and `words` and a tokenizer under `root`; and what is held out.
+    """Write sources `pictures` and `words`, a tokenizer and held-out sources under `root`.
 
-    Of `pictures_heldout` one file is damaged, so that its sample cannot be used.
+    One file of `pictures_heldout` is damaged, so that its sample is unusable.
     """
     generator = np.random.Generator(np.random.Philox(key=7))
     store = open_store(str(root))
@@ -52,7 +52,7 @@ def build(root: Path) -> None:
 
 
 def text_tokenizer() -> tokenizers.Tokenizer:
-    """One for SigLIP's text tower: pieces of a unigram model, an end token that also pads."""
+    """Return a tokenizer for SigLIP's text tower: a unigram model whose end token also pads."""
     letters = sorted(set(SENTENCE) - {" "})
     pieces = ["<unk>", "</s>", *letters, *sorted({f"▁{word}" for word in WORDS}), "▁"]
     made = tokenizers.Tokenizer(

@@ -1,7 +1,7 @@
-"""A model under DistributedDataParallel with the public optimizer, sharded and not.
+"""Trains a model under DistributedDataParallel with the public optimizer, sharded and unsharded.
 
-`python ddp_worker.py RANK WORLD FOLDER` joins a gloo job and leaves FOLDER/rank{RANK}.pt. The
-parent test process trains the same model alone on the whole batch.
+`python ddp_worker.py RANK WORLD FOLDER` joins a gloo job and writes FOLDER/rank{RANK}.pt. The
+parent test process trains the same model on the whole batch.
 """
 
 import sys
@@ -20,7 +20,7 @@ WIDTH, HEADS, BATCH, STEPS, SAVE_AT, CLIP_AT = 8, 2, 6, 6, 3, 2
 RULES = {"embed.weight": "adamw", "head.weight": "adamw", "*qkv.weight": Split(rows=(WIDTH,) * 3),
          "*experts": Split(stacked=True), "*": "muon"}  # fmt: skip
 HEAD_ROWS = AttentionHeads(("qkv.weight", 0, WIDTH), ("qkv.weight", WIDTH, 2 * WIDTH))
-# Largest logits by rank: the maximum clips head 0 alone.
+# Largest logits by rank; their maximum clips only head 0.
 MAXIMA = torch.tensor([[[50.0, 90.0]], [[400.0, 10.0]]])
 
 
@@ -50,7 +50,7 @@ def tokens(step: int) -> Tensor:
 
 
 class Training:
-    """One rank's model and optimizer; `group` divides state, `parallel` averages gradients."""
+    """One rank's model and optimizer; `group` shards state, `parallel` averages gradients."""
 
     def __init__(self, dtype: torch.dtype, group: Any = None, parallel: bool = False):
         self.toy, self.group, self.parallel, self.steps = Toy(dtype), group, parallel, 0
@@ -60,7 +60,7 @@ class Training:
             ns_dtype="float32", bucket_elements=100,
         )  # fmt: skip
         self.clipped = 0
-        if parallel:  # DDP orders its buckets anew after the first backward, and sums with them
+        if parallel:  # DDP rebuilds buckets after the first backward and sums in a new order
             self.model(tokens(0)).backward()
             self.optimizer.zero_grad()
 
@@ -82,7 +82,7 @@ class Training:
         return {name: param.detach().clone() for name, param in self.toy.named_parameters()}
 
     def resumed(self, optimizer: dict, group: Any) -> dict[str, Tensor]:
-        """Weights at the end of a training that goes on from here with this optimizer state."""
+        """Continue from here with this optimizer state; return the final weights."""
         fresh = Training(self.toy.head.weight.dtype, group, self.parallel)
         fresh.toy.load_state_dict(self.weights())
         fresh.optimizer.load_state_dict(optimizer)
@@ -91,7 +91,7 @@ class Training:
 
 
 def scenarios(dtype: torch.dtype) -> dict[str, Any]:
-    """Everything one rank has to show."""
+    """Return all results of one rank."""
     group = dist.group.WORLD
     sharded = Training(dtype, group, parallel=True).train(SAVE_AT)
     own, full = sharded.optimizer.state_dict(), sharded.optimizer.full_state_dict(to=1)

@@ -1,4 +1,4 @@
-"""The same model in other people's code."""
+"""Configuration of the same model in transformers."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from kimi_pretrain.weights.model_config import LanguageConfig
 
 
 def deepseek_v3(language: LanguageConfig, length: int) -> dict[str, Any]:
-    """Return the arguments of transformers' `DeepseekV3Config` for rows of so many tokens."""
+    """Return the arguments of transformers' `DeepseekV3Config` for rows of `length` tokens."""
     config: dict[str, Any] = dict(
         vocab_size=language.vocab_size, hidden_size=language.hidden_size,
         intermediate_size=language.dense_ffn_size, moe_intermediate_size=language.expert_ffn_size,

@@ -1,4 +1,4 @@
-"""What jobs of the test worker do with a run whose encoder DeepSpeed trains, or our own engine."""
+"""Actions of worker.py for an encoder trained by DeepSpeed or our own optimizer."""
 
 import numpy as np
 import torch
@@ -7,10 +7,10 @@ from kimi_pretrain.checkpoint.storage_read import open_place
 
 
 def trained(run) -> dict:
-    """Losses and norms of all steps, the weights and the optimizer's state at the end.
+    """Return losses and norms of all steps, and the final weights and optimizer state.
 
-    Where `checkpoint.place` is given, half of the way is saved there; and if something lies there
-    already, the run goes on from that.
+    With `checkpoint.place`, the run saves there half-way; if a checkpoint exists, it resumes from
+    it.
     """
     place, steps = run.config.checkpoint.place, run.config.train.steps
     there = place is not None and bool(open_place(place).steps())
@@ -44,7 +44,7 @@ def trained(run) -> dict:
 
 
 def bytes_of(optimizer) -> int:
-    """What DeepSpeed holds of weights and state between two steps, memory that is shared once."""
+    """Return DeepSpeed's bytes of weights and state between steps, counting shared memory once."""
     if not hasattr(optimizer, "_engine"):
         return 0
     shards = optimizer._engine.optimizer.optimizer.state
@@ -55,15 +55,15 @@ def bytes_of(optimizer) -> int:
 
 
 def all_equal(run, weights: dict[str, torch.Tensor]) -> bool:
-    """Whether all ranks hold the same bits."""
+    """Return whether all ranks hold the same bits."""
     flat = torch.cat([one.flatten().view(torch.uint8) for one in weights.values()])
     return len({one.numpy().tobytes() for one in run.mesh.all_gather_object(flat)}) == 1
 
 
 def infinity(run) -> dict:
-    """Two steps, of which the first has a gradient that is not finite.
+    """Take two steps, the first with a non-finite gradient.
 
-    On one rank where DeepSpeed sums it, else in the sum.
+    With DeepSpeed the value is on one rank before the sum, otherwise in the sum.
     """
     before = {name: p.detach().clone() for name, p in run.encoder.module.named_parameters()}
     finish, last = run.encoder.sums.finish, run.mesh.world_size - 1

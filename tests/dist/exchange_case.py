@@ -1,4 +1,4 @@
-"""One of four processes: the exchange and the sum of gradients, without model and engine."""
+"""One of four processes that test the exchange and the gradient sum, without model and engine."""
 
 import os
 from contextlib import nullcontext
@@ -21,7 +21,7 @@ HIDDEN = 12
 
 
 def values(item: np.ndarray, token: np.ndarray) -> torch.Tensor:
-    """A number for every item, token and column, [tokens, HIDDEN]."""
+    """Return a number for every item, token and column, [tokens, HIDDEN]."""
     columns = np.arange(HIDDEN)
     return torch.from_numpy(item[:, None] * 1.7 + np.sin(token[:, None] * 13.0 + columns))
 
@@ -41,7 +41,7 @@ def arrived(plan: VisionPlan, rank: int) -> torch.Tensor:
 
 
 class Metered(Exchange):
-    """Checks that each round stays within the budget, or has one column alone."""
+    """Checks that each round stays within the budget or has a single column."""
 
     rounds = 0
 
@@ -73,7 +73,7 @@ def exchange_brings_every_token_there_and_back(rank: int) -> None:
 
 
 def exchange_stays_inside_its_scope(rank: int) -> None:
-    """Two replicas that share nothing: the same exchange in two groups at once."""
+    """Two independent replicas run the same exchange in two groups at once."""
     scopes = [[0, 2], [1, 3]]
     group = scope_group(scopes, 60.0)
     mine = scopes[rank % 2]
@@ -121,7 +121,7 @@ def summed(
 
 
 def sum_is_the_same_with_and_without_overlap(rank: int) -> None:
-    """Ranks with other numbers of chunks, one with none: nobody waits, the sum is everyone's."""
+    """Ranks with different numbers of chunks, including none, get the same sum without deadlock."""
     chunks = [3, 1, 0, 2][rank]
     for bucket in (1, 50, 1 << 20):
         plain = summed(rank, chunks, overlap=False, bucket=bucket)
@@ -140,7 +140,7 @@ def sum_is_the_same_with_and_without_overlap(rank: int) -> None:
 
 
 def sum_goes_to_owners_alone(rank: int) -> None:
-    """Each owner has what everyone would have; half the bytes; back to everyone when told so."""
+    """Owners get the full sum for half the bytes; the sum can switch back to all ranks."""
     chunks = [3, 1, 0, 2][rank]
     plain = summed(rank, chunks, overlap=False, bucket=50)
     for bucket in (1, 50, 1 << 20):
@@ -168,12 +168,12 @@ def sum_goes_to_owners_alone(rank: int) -> None:
 
 VISION = MoonViTConfig(width=32, depth=2, heads=4, mlp_width=48, pos_grid=8, out_width=24)
 GRIDS = np.array([[1, 8, 8], [2, 4, 6], [1, 12, 4], [1, 2, 2], [4, 4, 4], [1, 6, 6]])
-FIRST = np.array([0, 2, 0, 3, 1, 1])  # rank of each item, or the first of those that share it
+FIRST = np.array([0, 2, 0, 3, 1, 1])  # rank of each item, or first rank of those that share it
 PARTS = np.array([4, 2, 2, 1, 1, 1])
 
 
 def encoder_sums(rank: int, blocks: dict, room: int, **how) -> tuple[torch.Tensor, ...]:
-    """Outputs, gradients summed over ranks, and patches kept, of shared and whole items."""
+    """Return outputs, gradients summed over ranks, and kept patches, of shared and whole items."""
     tokens, draw = GRIDS[:, 1] * GRIDS[:, 2] // 4, np.random.Generator(np.random.Philox(key=4))
     pixels = [draw.integers(0, 256, (n, 3, 14, 14), dtype=np.uint8) for n in GRIDS.prod(1)]
     encoder = DecoupledEncoder(
@@ -194,7 +194,7 @@ def encoder_sums(rank: int, blocks: dict, room: int, **how) -> tuple[torch.Tenso
 
 
 def ranks_with_other_room_share_items(rank: int) -> None:
-    """What one rank keeps is its own affair: the others of a block cannot know its room."""
+    """Each rank decides separately what it keeps: its block does not know its free memory."""
     blocks = sharded.blocks([range(4)], 4, 15.0)
     room = [0, 1 << 30, 0, 1 << 25][rank]
     for frozen in ([], ["vision_tower"]):

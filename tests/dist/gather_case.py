@@ -6,7 +6,7 @@ import numpy as np
 
 
 def objects(rank: int, world_size: int) -> list[Any]:
-    """What a rank sends, one after the other."""
+    """Return the objects that a rank sends, in order."""
     return [
         rank,
         None if rank else "x" * 300_000,  # far longer than the others
@@ -18,7 +18,7 @@ def objects(rank: int, world_size: int) -> list[Any]:
 
 
 def gathered(run) -> list[list[Any]]:
-    """Gather each of `objects`; what arrived, which must be the same on all ranks."""
+    """Gather each of `objects` and return the results, which must be the same on all ranks."""
     mesh = run.mesh
     found = [mesh.all_gather_object(value) for value in objects(mesh.rank, mesh.world_size)]
     everywhere = mesh.all_gather_object(found)

@@ -1,4 +1,4 @@
-"""Starts real processes on small configurations and brings back what they computed."""
+"""Starts real processes on small configurations and returns their results."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ from tests import fork_server
 
 WORKER = Path(__file__).parent / "worker.py"
 
-# A tiny Kimi that takes seconds: every mechanism, four layers, rows of 128 tokens.
+# A tiny Kimi that takes seconds, with every mechanism, four layers and rows of 128 tokens.
 SMALL = (
     "model.vision.width=32", "model.vision.depth=2", "model.vision.heads=2",
     "model.vision.mlp_width=64", "model.vision.pos_grid=8", "model.vision.out_width=64",
@@ -42,7 +42,7 @@ Job = tuple[str, Sequence[str]]  # an action of worker.py, and overrides
 
 
 def run_job(action: str, out: Path, processes: int, *overrides: str, timeout: float = 200.0):
-    """Run one action of worker.py in `processes` processes; return what it returned on rank 0.
+    """Run one action of worker.py in `processes` processes; return the result of rank 0.
 
     Raises:
         AssertionError: the job failed; shows the end of its output.
@@ -53,13 +53,13 @@ def run_job(action: str, out: Path, processes: int, *overrides: str, timeout: fl
 def run_jobs(
     jobs: Mapping[str, Job], out: Path, processes: int, timeout: float = 200.0
 ) -> dict[str, Any]:
-    """Run several actions in the same processes; name -> result on rank 0.
+    """Run several actions in the same processes; return name -> result of rank 0.
 
-    The number of processes is the same for all. The first layout's jobs come first, as given, then
-    the second's: a mesh is built for each layout once.
+    All actions use the same number of processes. Jobs are grouped by layout in order of first use,
+    so that each layout's mesh is built once.
 
     Raises:
-        AssertionError: one of them failed; shows the end of the output.
+        AssertionError: a job failed; shows the end of the output.
     """
     done = start_jobs(jobs, out, processes, timeout)
     assert done.returncode == 0, f"{', '.join(jobs)} failed:\n{(done.stdout + done.stderr)[-6000:]}"
@@ -69,7 +69,7 @@ def run_jobs(
 def start_jobs(
     jobs: Mapping[str, Job], out: Path, processes: int, timeout: float = 200.0
 ) -> subprocess.CompletedProcess[str]:
-    """Run the processes of `run_jobs`, whatever they end with."""
+    """Run the processes of `run_jobs` and return the result, whatever the exit code."""
     out.mkdir(parents=True, exist_ok=True)
     plain = [(name, action, [*SMALL, *overrides]) for name, (action, overrides) in jobs.items()]
     layouts = [[one for one in job[2] if one.startswith("layout.")] for job in plain]
@@ -85,7 +85,7 @@ def run_ranks(script: str | Path, world: int, folder: Path, timeout: float = 200
     """Run `script RANK WORLD FOLDER` once for each rank; see `join_ranks`.
 
     Returns:
-        what each rank saved as FOLDER/rankN.pt.
+        contents of each rank's FOLDER/rankN.pt.
     """
     commands = [[str(script), str(rank), str(world), str(folder)] for rank in range(world)]
     done = fork_server.run_ranks(commands, timeout)
@@ -94,7 +94,7 @@ def run_ranks(script: str | Path, world: int, folder: Path, timeout: float = 200
 
 
 def join_ranks(rank: int, world: int, folder: Path) -> None:
-    """Be one of the processes of `run_ranks`: one thread, and a group that meets in the folder."""
+    """Join the processes of `run_ranks` with one thread and a rendezvous in the folder."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -113,7 +113,7 @@ def read_metrics(folder: Path) -> list[dict]:
 def train(
     run_dir: Path, *overrides: str, resume: Path | None = None, timeout: float = 150.0
 ) -> subprocess.CompletedProcess[str]:
-    """Run `kimi-pretrain train` on the small configuration; returns it, whatever its exit code."""
+    """Run `kimi-pretrain train` on the small configuration; return it, whatever its exit code."""
     arguments = ["--config", "tiny_cpu", "--run-dir", str(run_dir), *SMALL, *overrides]
     arguments += ["--resume", str(resume)] if resume is not None else []
     return fork_server.run(["-m", "launch.cli", "train", *arguments], timeout)

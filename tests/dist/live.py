@@ -1,4 +1,4 @@
-"""A training that is going on, and its processes: for what happens to it from outside."""
+"""A running training and its processes, for tests that disturb it from outside."""
 
 import os
 import signal
@@ -18,11 +18,11 @@ from tests.dist.jobs import SMALL
 
 @contextmanager
 def started(run_dir: Path, *arguments: str) -> Iterator[subprocess.Popen]:
-    """Run `kimi-pretrain train` as a person would; it is ended with the test at the latest.
+    """Run `kimi-pretrain train` as a user would; it ends with the test at the latest.
 
-    The command and torchrun are real ones, the ranks forks (`tests.fork_server`).
+    The command and torchrun are real processes, the ranks are forks (`tests.fork_server`).
     """
-    command = [  # -P: as the installed command, which does not look into the working folder
+    command = [  # -P: like the installed command, which does not import from the working folder
         sys.executable, "-P", "-m", "launch.cli", "train", "--config", "tiny_cpu",
         "--run-dir", str(run_dir), *SMALL, *arguments,
     ]  # fmt: skip
@@ -38,19 +38,19 @@ def started(run_dir: Path, *arguments: str) -> Iterator[subprocess.Popen]:
 
 
 def ranks(process: subprocess.Popen) -> dict[int, psutil.Process]:
-    """Return the ranks of a training that has begun."""
+    """Return the ranks of a started training."""
     (launcher,) = psutil.Process(process.pid).children()
     return {int(child.environ()["RANK"]): itself(child) for child in launcher.children()}
 
 
 def itself(process: psutil.Process) -> psutil.Process:
-    """Return the fork that a process stands in for, or the process."""
+    """Return the fork that a stand-in process represents, or the process."""
     name = process.name()
     return psutil.Process(int(name[5:])) if name.startswith("fork ") else process
 
 
 def tree(process: psutil.Process) -> list[psutil.Process]:
-    """Return a process and all that it has started, forks too; what ends meanwhile is left out."""
+    """Return a process and all its descendants, forks included; skip those that end meanwhile."""
     try:
         real = itself(process)
         found = [process] if real == process else [process, real]
@@ -60,7 +60,7 @@ def tree(process: psutil.Process) -> list[psutil.Process]:
 
 
 def open_to_others(process: subprocess.Popen) -> list[str]:
-    """Return what the whole tree of processes listens at beyond the loopback address."""
+    """Return the non-loopback addresses on which the process tree listens."""
     found = []
     for member in tree(psutil.Process(process.pid)):
         with suppress(psutil.NoSuchProcess):
@@ -73,29 +73,29 @@ def open_to_others(process: subprocess.Popen) -> list[str]:
 
 
 def is_told(pid: int, number: signal.Signals) -> bool:
-    """Return whether a signal waits for a process that stands still."""
+    """Return whether a signal is pending for a suspended process."""
     status = Path(f"/proc/{pid}/status").read_text()
     pending = int(status.partition("\nShdPnd:")[2].split(maxsplit=1)[0], 16)
     return bool(pending >> (number - 1) & 1)
 
 
 def steps_of(run_dir: Path) -> int:
-    """Return how many lines of metrics there are."""
+    """Return the number of metrics lines."""
     with suppress(FileNotFoundError):
         return (run_dir / "metrics.jsonl").read_text().count("\n")
     return 0
 
 
 def wait_for_steps(run_dir: Path, steps: int, process: subprocess.Popen) -> None:
-    """Wait until so many steps are done."""
+    """Wait until that many steps are done."""
     wait_for(lambda: steps_of(run_dir) >= steps, process)
 
 
 def wait_for(true: Callable[[], object], process: subprocess.Popen, seconds: float = 200.0) -> None:
-    """Wait until something is so.
+    """Wait until `true()` is true.
 
     Raises:
-        AssertionError: it does not come to that, or the training ends before.
+        AssertionError: it times out, or the training ends first.
     """
     end = time.monotonic() + seconds
     while not true():

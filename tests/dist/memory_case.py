@@ -1,4 +1,4 @@
-"""What a process of a test job does about saved tensors: one step, again and again."""
+"""Actions of worker.py on saved tensors: one step under many memory policies."""
 
 import sys
 from collections import Counter
@@ -11,7 +11,7 @@ from kimi_pretrain.memory.saved import Codes, Policy, apply
 
 ALL = ["norms", "swiglu", "mla_up"]
 OFFLOAD = {"offload": True, "offload_min_mib": 0.0}
-# What is computed again changes no bit; of FP8 the same holds of whatever is done besides.
+# Recomputation changes no bit. FP8 changes bits, but further options on top of it do not.
 POLICIES: dict[str, dict] = {
     "none": {},
     "norms": {"recompute": ["norms"]},
@@ -32,14 +32,14 @@ FP8 = ("fp8", "fp8, offload")
 
 
 class Watched(Policy):
-    """A policy that notes what it did, and for which module.
+    """A policy that records its actions per module.
 
     Attributes:
-        done: how often a class of modules asked for a context ("saving DenseMlp"), had an output
-            computed again in the backward pass ("swiglu DenseMlp"), or a tensor of which codes are
-            to be saved ("fp8 DenseMlp"); "codes" that were made, and "groups".
-        peak: the most bytes of a kind at the beginning of a layer; "left" are those of storages
-            that were let go and that somebody else holds.
+        done: number of times a module class asked for a saving context ("saving DenseMlp"), had an
+            output recomputed in the backward pass ("swiglu DenseMlp"), or had a tensor marked for
+            saving as codes ("fp8 DenseMlp"); also the number of "codes" made, and of "groups".
+        peak: peak bytes of each kind at the beginning of a layer; "left" are released storages that
+            other code still holds.
     """
 
     def __init__(self, policy: Policy):
@@ -48,7 +48,7 @@ class Watched(Policy):
         self._let_go: list[tuple[StorageWeakRef, int]] = []
 
     def _note(self, what):
-        """Count what the module did that called the method which calls this one."""
+        """Count an action of the module that called the calling method."""
         self.done[f"{what} {type(sys._getframe(2).f_locals['self']).__name__}"] += 1
 
     def open_group(self):
@@ -103,14 +103,13 @@ EMPTY = torch.zeros(0)
 
 
 def policies(run, names=tuple(POLICIES)) -> dict:
-    """One step of the same microbatches under every policy, and held-out losses after each.
+    """Take one step on the same microbatches under every policy, with held-out losses after each.
 
-    Returns for every policy the names of what differs on some rank from the policy of `EQUALS` (for
-    one without: from "none"), the bytes that are held once step and forward are over, the number
-    of things compared, the groups that a second step brought back late, what the policy did in the
-    first step (`Watched`), and which tensor is farthest from that policy's, and how far; under
-    "padding" the tokens of padding in all parts, under "layers" and "dense layers" the forward
-    passes of a layer on all ranks; "bytes of a residual".
+    Returns for every policy: the names that differ on any rank from the policy of `EQUALS` (else
+    from "none"); the bytes held after step and forward; the number of compared tensors; the groups
+    that a second step prefetched late; the actions of the first step (`Watched`); and the tensor
+    with the largest error, with its error. Also returns "padding", the padding tokens in all parts;
+    "layers" and "dense layers", the layer forward passes on all ranks; and "bytes of a residual".
     """
     microbatches = _planted(run)
     found, results, late = {}, {}, 0
@@ -124,7 +123,7 @@ def policies(run, names=tuple(POLICIES)) -> dict:
         watched = run.backbone.policy
         groups = len(watched.host._groups) if watched.host is not None else 0
         did = dict(watched.done), dict(watched.peak), groups
-        if changed.get("offload"):  # once more: in the order that the first step found
+        if changed.get("offload"):  # repeat the step in the order that the first one recorded
             again = _step(run, microbatches)
             assert all(torch.equal(value, again[key]) for key, value in found[name].items())
             late = run.backbone.policy.host.late
@@ -160,14 +159,14 @@ def policies(run, names=tuple(POLICIES)) -> dict:
 
 
 def _error(one, other) -> float:
-    """Return how far a tensor is from another, relative to its norm."""
+    """Return the distance between two tensors, relative to the norm of the second."""
     one, other = one.double(), other.double()
     scale = other.norm()
     return float((one - other).norm() / scale) if scale > 0 else float(one.norm())
 
 
 def _planted(run):
-    """Return a step's microbatches with vision embeddings at every seventh place."""
+    """Return a step's microbatches with vision embeddings at every seventh position."""
     from kimi_pretrain.engine.microbatch import build_microbatches
 
     config, mesh = run.config, run.mesh
@@ -188,7 +187,7 @@ def _planted(run):
 
 
 def _step(run, microbatches) -> dict[str, torch.Tensor]:
-    """Return this rank's loss, gradients that it owns, leaf gradients, maxima, routing biases."""
+    """Return this rank's loss, owned gradients, leaf gradients, maxima and routing biases."""
     backbone = run.backbone
     for one in microbatches:
         if one.leaf is not None:
@@ -209,7 +208,7 @@ def _step(run, microbatches) -> dict[str, torch.Tensor]:
     return found
 
 
-# Of memory policies.
+# Actions of memory policies.
 ACTIONS = {
     "every": policies,
     "combined": lambda run: policies(run, COMBINED),

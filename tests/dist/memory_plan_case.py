@@ -1,4 +1,4 @@
-"""What a process of a test job finds of memory: what is alive, and when; see worker.py."""
+"""Actions of worker.py that measure the live memory of a step."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps query, key and value, as attention without a logit matrix does."""
+    """Saves query, key and value, like attention without a logit matrix."""
 
     @staticmethod
     def forward(ctx, query, key, value):
@@ -17,10 +17,10 @@ class _Attention(torch.autograd.Function):
 
 
 def kept_bytes(run) -> dict[str, int]:
-    """Return the bytes that a forward pass of one microbatch leaves: of a layer with experts, of a
-    dense one, and of norm, head and loss, as differences between models.
+    """Return the bytes kept after one microbatch's forward: expert layer, dense layer, and head.
 
-    Storages are counted while the graph is there.
+    "head" is norm, head and loss. All values are differences between models. Storages are counted
+    while the graph exists.
     """
     from megatron.core.transformer import multi_latent_attention
 
@@ -54,9 +54,11 @@ def _model_bytes(run, num_layers: int, num_dense_layers: int) -> int:
 
 
 def planned(run) -> list[str]:
-    """Return what the plan of one microbatch in the combined schedule keeps alone after its forward
-    pass: tensors that the policy does not keep, or has elsewhere. The last layer's output is read
-    outside the policy, and weights of sent tokens are one number each.
+    """Return the tensors that only a combined schedule's microbatch plan keeps after its forward.
+
+    These are tensors that the policy does not keep, or keeps elsewhere. The last layer's output is
+    excluded, because it is read outside the policy, and so are single-number weights of sent
+    tokens.
     """
     from megatron.core.pipeline_parallel.utils import set_streams
 
@@ -95,9 +97,10 @@ def planned(run) -> list[str]:
 
 
 def in_flight(run) -> list[Any]:
-    """Return, of each rank, its stage, how many microbatches of each chunk were in flight when
-    most were, in a step of the real schedule, and how many outputs were at the end of a forward
-    pass, beside its own.
+    """Return, per rank, its stage, its peak microbatches in flight and its peak live outputs.
+
+    Microbatches in flight are counted per chunk in a step of the real schedule. Outputs are counted
+    at the end of a forward pass, without the pass's own.
     """
     backbone = run.backbone
     outputs, most = [], 0
@@ -108,7 +111,7 @@ def in_flight(run) -> list[Any]:
         nonlocal best, most
         out = forward(batch, model, labels, *rest)
         most = max(most, sum(not one.expired() for one in outputs))
-        if out.numel() > batch.tokens.numel():  # else losses, which the schedule does not send
+        if out.numel() > batch.tokens.numel():  # otherwise losses, which the schedule does not send
             outputs.append(StorageWeakRef(out.untyped_storage()))
         chunk = backbone.chunks.index(getattr(model, "module", model))
         held[chunk] += 1

@@ -1,4 +1,4 @@
-"""Microbatches: which losses count by source, and gradients of leaves of both kinds of items."""
+"""Microbatches: losses counted by source, and leaf gradients of both kinds of items."""
 
 from collections import deque
 from contextlib import nullcontext
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def plan():
-    """A step of two sources, with rows of several samples, some longer than a bin, and padding."""
+    """A step of two sources with several samples per row, some longer than a bin, and padding."""
     indices = [made_index(name, [60], seed, text=(3, 400)) for name, seed in (("a", 1), ("b", 2))]
     config = DataConfig(
         root="unused", sources={"a": 1.0, "b": 1.0}, seq_len=512, rows_per_step=8, pack_window=64,
@@ -42,7 +42,7 @@ def in_parts(replica: int, cp_rank: int, num_cp: int) -> Mesh:
 
 
 def filled(plan, rows):
-    """Rows with labels that count but for each sample's last, and their losses: the label."""
+    """Return rows in which each loss equals its label; a sample's last label does not count."""
     batch = RowBatch.empty(len(rows), plan.seq_len, 0)
     draw, table = np.random.Generator(np.random.Philox(key=1)), plan.samples
     for sample in np.flatnonzero(np.isin(table.row, rows)):
@@ -92,12 +92,12 @@ def test_losses_by_source_leave_out_unusable_samples(plan, per_microbatch, num_c
         assert np.array_equal(table.tokens, tokens)
         assert np.array_equal(table.loss, sums)
         assert counted == tokens.sum() < before.sum()
-        assert np.array_equal(batch.loss_mask, before)  # the loader's own rows stay
+        assert np.array_equal(batch.loss_mask, before)  # the loader's own rows stay unchanged
 
 
 @pytest.mark.parametrize("shared_tokens", [0, 3])
 def test_a_leaf_of_shared_and_bubble_items_gives_each_its_gradient(shared_tokens):
-    """Those that several ranks encoded are in the leaf already; units of this rank come behind."""
+    """The leaf already holds items that several ranks encoded; units of this rank are appended."""
     sizes, width = {4: 2, 7: 5}, 6
     places = np.random.Generator(np.random.Philox(key=3)).permutation(40)
     rows = {unit: places[10 * n : 10 * n + size] for n, (unit, size) in enumerate(sizes.items())}

@@ -1,7 +1,7 @@
-"""What a process of a test job shows about the optimizer in the real engine; see worker.py.
+"""Actions of worker.py on the optimizer in the real engine.
 
-Weights are compared in fp64, where layouts differ by 1e-15 in their gradients; the products of
-Newton-Schulz are fp32 even then, and round that to 1e-7 at most.
+Weights are compared in fp64, where gradients differ between layouts by 1e-15. The Newton-Schulz
+products are fp32 even then, with a rounding error of at most 1e-7.
 """
 
 import math
@@ -17,7 +17,7 @@ STEPS, SAVE_AT = 5, 3
 
 
 def _checkpoints(run) -> Path:
-    """One folder for each layout, and one place for all jobs of a test."""
+    """Return a checkpoint folder per layout, in a place shared by all jobs of a test."""
     axes = run.config.layout
     kind = "sharded" if run.config.optim.shard_state else "twin"
     return Path(sys.argv[1]).parent / f"{kind}_pp{axes.pp}_dp{axes.dp}_{run.config.train.dtype}"
@@ -40,7 +40,7 @@ def _train(run, stop: int) -> int:
 
 
 def trained(run) -> dict[str, Any]:
-    """Weights after all steps, with a checkpoint on the way; sums that left early on every rank."""
+    """Return the weights after all steps, saving half-way, and each rank's early sums."""
     clipped = _train(run, SAVE_AT)
     run.save(_checkpoints(run))
     clipped += _train(run, STEPS)
@@ -49,7 +49,7 @@ def trained(run) -> dict[str, Any]:
 
 
 def plainly_trained(run) -> dict[str, Any]:
-    """The same in one process by the plain optimizer, everything around it written out."""
+    """Train in one process with the plain optimizer and all surrounding operations written out."""
     from kimi_pretrain.optim.groups import ModelShape
     from kimi_pretrain.optim.muon import PlainMuon
     from kimi_pretrain.optim.qk_clip import factors
@@ -83,7 +83,7 @@ def plainly_trained(run) -> dict[str, Any]:
 
 
 def continued(run) -> dict[str, Any]:
-    """Take up every checkpoint that lies there, and train to the end."""
+    """Resume from every existing checkpoint, and train to the end."""
     found = {}
     for folder in sorted(Path(sys.argv[1]).parent.glob(f"*_{run.config.train.dtype}/step_*")):
         other = type(run)(run.config, run.mesh, resume=folder)
@@ -94,7 +94,7 @@ def continued(run) -> dict[str, Any]:
 
 
 def stopped(run) -> dict[str, bool]:
-    """Is a run that was stopped and resumed the same bit for bit, weights and all state?"""
+    """Return whether a stopped and resumed run is bit-identical in weights and state."""
     from kimi_pretrain.checkpoint.hashes import hash_tensors
 
     _train(run, 2)
@@ -110,7 +110,7 @@ def stopped(run) -> dict[str, bool]:
 
 
 def refused(run) -> dict[str, str]:
-    """What is said when the optimizer's state in a checkpoint does not fit."""
+    """Return the errors for checkpoint optimizer state that does not fit."""
     from kimi_pretrain.checkpoint.errors import CheckpointError
     from kimi_pretrain.checkpoint.load import load
     from kimi_pretrain.checkpoint.storage_read import open_checkpoint
@@ -131,7 +131,7 @@ def refused(run) -> dict[str, str]:
 
 
 def poisoned(run) -> dict[str, Any]:
-    """Steps around one in which a gradient of one rank is not a number: did anything change?"""
+    """Take steps around one with a NaN gradient on one rank; return what changed."""
     from kimi_pretrain.checkpoint.hashes import hash_tensors
 
     def hashes() -> dict[str, str]:
@@ -156,7 +156,7 @@ def poisoned(run) -> dict[str, Any]:
 
 
 def differing(run) -> dict[str, list[str]]:
-    """What `verify dep` says of copies that are not the same."""
+    """Return what `verify dep` reports for copies that differ."""
     from kimi_pretrain.verify.dep import differing_copies
 
     run.train_step.run(next(run.loader))
@@ -173,10 +173,10 @@ def differing(run) -> dict[str, list[str]]:
 
 
 class Wire(TorchDispatchMode):
-    """Counts the bytes of every collective that reaches torch's process groups, by operation.
+    """Counts the bytes of every collective in torch's process groups, by operation.
 
-    What has to cross the network for it, over the whole group of two: the tensor's bytes once to
-    reduce, broadcast, reduce-scatter or all-gather it, twice for an all-reduce.
+    It counts the bytes that must cross the network over the whole group of two: the tensor's bytes
+    once for reduce, broadcast, reduce-scatter or all-gather, twice for all-reduce.
     """
 
     def __init__(self):
@@ -193,10 +193,10 @@ class Wire(TorchDispatchMode):
 
 
 def traffic(run) -> dict[str, Any]:
-    """Bytes of a step's collectives, and those of Megatron-Core's ZeRO-1 for the same parameters.
+    """Return the bytes of a step's collectives and of Megatron-Core's ZeRO-1, equal parameters.
 
-    Its DistributedOptimizer reduces and scatters the gradients before AdamW and gathers the
-    parameters after it; both are done by its DDP, which is what is run here.
+    Its DistributedOptimizer reduce-scatters the gradients before AdamW and all-gathers the
+    parameters after it. Its DDP does both, and is what runs here.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 

@@ -1,7 +1,7 @@
-"""open_clip's SigLIP loss of four ranks with equal numbers of pairs, for `open_clip_loss.json`.
+"""open_clip's SigLIP loss on four ranks with equal numbers of pairs, for `open_clip_loss.json`.
 
-open_clip is not installed here: its loss.py, which needs torch alone, is given as a file, and what
-it finds for the towers and pairs of `pair_loss_case` is kept beside this.
+open_clip is not installed here. Its loss.py needs only torch and is given as a file; its results
+for the towers and pairs of `pair_loss_case` are stored next to this file.
 
     pip download --no-deps open_clip_torch==3.3.0, and unzip it
     python -m tests.dist.open_clip_case open_clip/loss.py
@@ -38,7 +38,7 @@ def main(rank: int, world: int, folder: Path) -> None:
     images, texts = (one[rank * EACH : (rank + 1) * EACH] for one in pairs(world * EACH))
     embedded = F.normalize(images @ image.T, dim=-1), F.normalize(texts @ text.T, dim=-1)
     loss = module.SigLipLoss(rank=rank, world_size=world)(*embedded, scale.exp(), bias)
-    loss = loss * EACH  # they divide by a rank's pairs
+    loss = loss * EACH  # open_clip divides by the pairs of a rank
     loss.sum().backward()
     sums = [loss.detach().clone(), *(one.grad for one in held)]
     for one in sums:
@@ -48,7 +48,7 @@ def main(rank: int, world: int, folder: Path) -> None:
 
 
 def write(loss_py: Path) -> None:
-    """Have open_clip compute, and keep it."""
+    """Run open_clip's loss and store the results."""
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(loss_py, folder)
         first = run_ranks(__file__, RANKS, Path(folder))[0]

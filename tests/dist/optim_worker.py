@@ -1,8 +1,9 @@
 """A toy model for the distributed optimizer, and the process that trains it.
 
 `python optim_worker.py RANK WORLD FOLDER` joins a gloo job of four through a file in FOLDER, runs
-every scenario in the layouts of FOLDER/layouts.json and leaves FOLDER/rank{RANK}.pt. The first two
-ranks run the layouts of two processes. The parent test process uses the same functions alone.
+every scenario in the layouts of FOLDER/layouts.json and writes FOLDER/rank{RANK}.pt. The first two
+ranks run the layouts of two processes. The parent test process calls the same functions without
+groups.
 """
 
 import hashlib
@@ -32,12 +33,12 @@ CONFIG = OptimConfig(
     stable_steps=1,
     decay_steps=0,
     ns_dtype="float32",
-    bucket_elements=1200,  # a few tensors: many rounds even here
+    bucket_elements=1200,  # a few tensors, which gives many rounds even here
 )
 TWIN = CONFIG.replace(shard_state=False)
 STEPS, SAVE_AT, GO_ON_TO, CLIP_AT, CLIP_LAYER = 20, 4, 8, 5, 1
 NUM_EXPERTS = 4
-# Its gradient comes from the first member of a group alone; the others' backward never reaches it.
+# Only the first member of a group produces its gradient; the others' backward never reaches it.
 SILENT = "language_model.model.layers.1.self_attn.o_proj.weight"
 
 
@@ -58,7 +59,7 @@ def layer_shapes(layer: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-# By the pipeline stage that holds them; the encoder is on both.
+# By pipeline stage; both stages have the encoder.
 STAGES: list[dict[str, tuple[int, ...]]] = [
     {"language_model.model.embed_tokens.weight": (30, 12), **layer_shapes(0)},
     {
@@ -79,28 +80,28 @@ ENCODER: dict[str, tuple[int, ...]] = {
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank holds: its groups, experts and pipeline stages."""
+    """The groups, experts and pipeline stages of a rank."""
 
     groups: dict[str, Any]
     experts: range
     stages: tuple[int, ...] = (0, 1)
 
     def part(self, replicas: str, name: str) -> float:
-        """Which part of a tensor's gradient this rank's rows give; 1 over all members."""
+        """Return this rank's fraction of a tensor's gradient; all members sum to 1."""
         group = self.groups[replicas]
         if group is None:
             return 1.0
         members, index = dist.get_world_size(group), dist.get_rank(group)
         if name == SILENT:
             return float(index == 0)
-        return 0.5 ** min(index + 1, members - 1)  # a half, a quarter, ... and the last one twice
+        return 0.5 ** min(index + 1, members - 1)  # a half, a quarter, ..., the last twice
 
 
 class Toy:
     """Parameters and gradients as an engine holds them.
 
-    A fused gate|up, experts in one 3-D weight; gradients in one buffer in the order in which a
-    backward pass makes them, tensors of one parameter in their own order.
+    It has a fused gate|up and experts in one 3-D weight. Gradients are in one buffer, in the order
+    of a backward pass; tensors of one parameter stay in order.
     """
 
     def __init__(self, share: Share, dtype: torch.dtype):
@@ -140,12 +141,12 @@ class Toy:
         self.fused.append(list(weights))
 
     def order(self) -> list[str]:
-        """Names in the order of a backward pass."""
+        """Return the names in the order of a backward pass."""
         plain = [[name] for name in self.weights if not any(name in f for f in self.fused)]
         return [name for names in reversed(plain + self.fused) for name in names]
 
     def backward(self, step: int, ready: Callable[[str], None] = lambda name: None) -> None:
-        """This rank's part of gradients that depend on the weights: an error shows later on."""
+        """Produce this rank's part of weight-dependent gradients, so that errors propagate."""
         groups = {tensor.name: tensor.replicas for tensor in self.named()}
         for name in self.order():
             weight, part = self.weights[name], self.share.part(groups[name], name)
@@ -194,7 +195,7 @@ class Job:
         return self.train(step, step + 1).save()
 
     def save(self) -> dict[str, dict[str, Tensor]]:
-        """Copies of weights and optimizer state."""
+        """Return copies of weights and optimizer state."""
         weights = {name: weight.clone() for name, weight in self.toy.weights.items()}
         state = {name: tensor.clone() for name, tensor in self.optimizer.state_dict().items()}
         return {"weights": weights, "state": state}
@@ -212,7 +213,7 @@ ALONE = Share({"dense": None, "expert": None, "encoder": None}, range(NUM_EXPERT
 
 
 def join_groups(world: int, rank: int) -> dict[str, Share]:
-    """This rank's share in every layout. All ranks make all groups, in one order."""
+    """Return this rank's share in every layout; all ranks create all groups in the same order."""
     everyone, halves = list(range(world)), ([0, 1], [2, 3])
     mine = None
     for pair in halves:
@@ -238,7 +239,7 @@ LAYOUTS, PAIRS = ("DP4 with EP2", "PP2 x EP2"), ("DP2", "EP2")
 
 
 def scenarios(share: Share, folder: Path) -> dict[str, Any]:
-    """Everything a rank has to show in one layout, by name of the scenario."""
+    """Return all results of a rank in one layout, by scenario name."""
     results: dict[str, Any] = {}
     for scenario, config in (("fp32", CONFIG), ("twin", TWIN)):
         job = Job(share, config=config).train(0, SAVE_AT)
@@ -262,7 +263,7 @@ def scenarios(share: Share, folder: Path) -> dict[str, Any]:
 
 
 def half_precision(share: Share) -> dict[str, Any]:
-    """bf16 weights under fp32 masters: half way, and a few steps on, with and without a stop."""
+    """Train bf16 weights with fp32 masters half-way and a few steps on, with and without a stop."""
     job = Job(share, torch.bfloat16).train(0, SAVE_AT)
     saved = job.save()
     ended = job.train(SAVE_AT, GO_ON_TO).save()
@@ -271,7 +272,7 @@ def half_precision(share: Share) -> dict[str, Any]:
 
 
 def sums(share: Share) -> dict[str, Any]:
-    """The sum of squares over the job, with a NaN on one rank too; early buckets; bytes."""
+    """Return the job's sum of squares, also with a NaN on one rank; early buckets; bytes."""
     results: dict[str, Any] = {}
     for name, config in (("", CONFIG), ("twin ", TWIN)):
         job = Job(share, config=config)
@@ -295,10 +296,10 @@ def sums(share: Share) -> dict[str, Any]:
 
 @contextmanager
 def counted() -> Iterator[dict[str, int]]:
-    """Count what torch.distributed is asked to move, by operation.
+    """Count the bytes that torch.distributed is asked to move, by operation.
 
-    Of a call on n ranks, the bytes that have to cross the network for it: n - 1 times the tensor's
-    to reduce or broadcast it, twice that for an all-reduce. The first rank of the group counts.
+    A call on n ranks counts the bytes that must cross the network: n - 1 times the tensor's for
+    reduce or broadcast, twice that for all-reduce. The first rank of the group counts.
     """
     told = {"reduce": 0, "broadcast": 0, "all_reduce": 0}
     real = {name: getattr(dist, name) for name in told}
@@ -322,7 +323,7 @@ def counted() -> Iterator[dict[str, int]]:
 
 
 def disagreement(share: Share, rank: int) -> str:
-    """What a rank is told when one rank brings a tensor too few."""
+    """Return a rank's error when one rank passes a tensor too few."""
     named = Toy(share, torch.float32).named()
     try:
         DistributedMuonClip(named[1:] if rank == 1 else named, share.groups, CONFIG, SHAPE)

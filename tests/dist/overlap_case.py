@@ -1,7 +1,4 @@
-"""What a process of a test job does about overlapped experts: the same steps with them and without.
-
-See worker.py.
-"""
+"""Actions of worker.py on overlapped experts: the same steps with and without them."""
 
 import gc
 import re
@@ -13,12 +10,12 @@ import torch
 from kimi_pretrain.parallel.sequence import SequenceParts
 
 STEPS = 2
-STRIDE = 7  # every seventh place of a row takes a planted vision embedding
+STRIDE = 7  # every seventh position of a row has a planted vision embedding
 EXPERT = re.compile(r"(?<=\.experts\.)\d+")
 
 
 class Recorded:
-    """A reduction that sums nothing, and notes in which order gradients are complete."""
+    """A reduction that sums nothing and records the order in which gradients complete."""
 
     def __init__(self):
         self.order: list[str] = []
@@ -34,14 +31,14 @@ class Recorded:
 
 
 def overlap(run) -> dict[str, Any]:
-    """Compare two steps and an evaluation with overlapped experts to those without, by bits.
+    """Compare two steps and an evaluation with and without overlapped experts, bit for bit.
 
-    Returns "differs": what is not equal on some rank; "compared": how many tensors were, by kind;
-    "padding": tokens of padding; "masks": routers that still hold one after a step; "accepted":
-    settings that our check should refuse and does not; "held": tensors that a step left in a
-    graph, beyond those of a plain step (Megatron-Core's dispatchers keep the last probabilities);
-    "complete": whether as many gradients were reported as complete; "orders": in how many orders
-    the ranks of a stage saw them.
+    Returns "differs", the names that differ on any rank; "compared", the number of tensors by kind;
+    "padding", the padding tokens; "masks", the routers that still hold a mask after a step;
+    "accepted", the settings that our check wrongly accepts; "held", the tensors left in a graph
+    beyond a plain step's (Megatron-Core's dispatchers keep the last probabilities); "complete",
+    whether the same gradients were reported complete; "orders", the number of distinct orders among
+    a stage's ranks.
     """
     batches = [next(run.loader) for _ in range(STEPS)]
     plain, found = (_steps(run, batches, overlapped) for overlapped in (False, True))
@@ -61,7 +58,7 @@ def overlap(run) -> dict[str, Any]:
 
 
 def _accepted(run) -> list[str]:
-    """Return which settings that the combined schedule cannot take would pass our check."""
+    """Return the settings unsupported by the combined schedule that our check accepts."""
     from kimi_pretrain.engine.model_builder import check_overlap, engine_config
 
     layout = run.config.layout.model_copy(update={"overlap_experts": True})
@@ -75,7 +72,7 @@ def _accepted(run) -> list[str]:
         wrong["virtual_pipeline_model_parallel_size"] = None
     accepted = []
     for name, value in wrong.items():
-        engine = engine_config(config, "portable")  # which must pass itself
+        engine = engine_config(config, "portable")  # must itself pass the check
         setattr(engine, name, value)
         try:
             check_overlap(engine)
@@ -86,7 +83,7 @@ def _accepted(run) -> list[str]:
 
 
 def overlap_uncured(run) -> list[str]:
-    """What differs where the routers of the combined schedule are told of no padding."""
+    """Return the differences when the combined schedule's routers get no padding mask."""
     from megatron.core.models.gpt import GPTModel
 
     from kimi_pretrain.engine.language_model import LanguageModel
@@ -97,11 +94,11 @@ def overlap_uncured(run) -> list[str]:
     try:
         return _differs(run, plain, _steps(run, batches, True))
     finally:
-        LanguageModel.build_schedule_plan = cure  # other jobs of this process follow
+        LanguageModel.build_schedule_plan = cure  # restored for other jobs of this process
 
 
 def _differs(run, plain: dict, found: dict) -> list[str]:
-    """Return, sorted, "kind name" of what is not equal on some rank."""
+    """Return the sorted "kind name" of tensors that differ on any rank."""
     mine = []
     for kind, tensors in plain["tensors"].items():
         others = found["tensors"][kind]
@@ -111,7 +108,7 @@ def _differs(run, plain: dict, found: dict) -> list[str]:
 
 
 def _steps(run, batches, overlapped: bool) -> dict[str, Any]:
-    """Take steps from the initial weights, then evaluate; return everything that came out."""
+    """Take steps from the initial weights, then evaluate; return all results."""
     from kimi_pretrain.engine.backbone import build_backbone
 
     layout = run.config.layout.model_copy(update={"overlap_experts": overlapped})
@@ -144,14 +141,15 @@ def _steps(run, batches, overlapped: bool) -> dict[str, Any]:
 
 
 def _graphs() -> int:
-    """Count the tensors that hang in a graph."""
+    """Count the tensors that are attached to a graph."""
     gc.collect()
     return sum(type(x) is torch.Tensor and x.grad_fn is not None for x in gc.get_objects())
 
 
 def _microbatches(config, mesh, batch) -> list:
-    """Return this rank's microbatches with planted embeddings: of three one has them as a leaf, one
-    computes them inside the graph, and one has none.
+    """Return this rank's microbatches with planted embeddings.
+
+    Of three microbatches, one has them as a leaf, one computes them inside the graph, one has none.
     """
     from kimi_pretrain.engine.microbatch import build_microbatches
     from kimi_pretrain.engine.model_builder import DTYPES

@@ -1,8 +1,8 @@
-"""Which rank of a real job says that it owns which tensor; an action of worker.py."""
+"""Action of worker.py that maps each tensor to its owner in a real job."""
 
 
 def owners(run) -> dict[str, int]:
-    """Return name -> rank in the whole job, and fail where two ranks own the same."""
+    """Return name -> global rank; fail if two ranks own the same tensor."""
     optimizer = run.update.optimizer
     mine = [tensor.name for tensor in run.update.named if optimizer.owns(tensor.name)]
     found: dict[str, int] = {}

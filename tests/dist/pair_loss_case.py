@@ -1,7 +1,7 @@
-"""One of four processes: the loss of all pairs, where ranks have uneven numbers of them.
+"""One of four processes that compute the pair loss with uneven numbers of pairs per rank.
 
-Each checks its own part against one process that has all pairs, in fp64. The towers are linear
-maps, so gradients of what is replicated are checked as well, as sums over ranks.
+Each checks its part in fp64 against one process with all pairs. The towers are linear maps, so
+gradients of replicated parameters are checked too, as sums over ranks.
 """
 
 import sys
@@ -20,7 +20,7 @@ NAMES = ("image", "text", "scale", "bias")
 
 
 def parameters() -> list[torch.Tensor]:
-    """Two towers of one matrix each, scale and bias."""
+    """Return two towers of one matrix each, scale and bias."""
     draw = torch.Generator().manual_seed(5)
     towers = [torch.randn(16, 9, generator=draw, dtype=torch.float64) for _ in range(2)]
     numbers = [torch.tensor([value], dtype=torch.float64) for value in (SCALE, BIAS)]
@@ -41,7 +41,7 @@ def loss_of(held: list[torch.Tensor], first: int, counts: list[int], rank: int) 
 
 
 def plain(held: list[torch.Tensor], total: int) -> torch.Tensor:
-    """The formula of the paper, written out; shares no line with the code under test."""
+    """Compute the formula of the paper directly, without the code under test."""
     images, texts = pairs(total)
     x = (images @ held[0].T) / (images @ held[0].T).norm(dim=1)[:, None]
     y = (texts @ held[1].T) / (texts @ held[1].T).norm(dim=1)[:, None]

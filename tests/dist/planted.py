@@ -1,4 +1,4 @@
-"""A rank of a training that something happens to: `python -m tests.dist.planted JOB`."""
+"""A rank of a training with a planted fault: `python -m tests.dist.planted JOB`."""
 
 import json
 import logging
@@ -24,8 +24,8 @@ class PlantedJob(Job):
 
     Attributes:
         plant: name of a function below.
-        step: in which it happens, counted from 1.
-        rank: that it happens to.
+        step: step of the fault, counted from 1.
+        rank: rank of the fault.
     """
 
     plant: str = ""
@@ -47,7 +47,7 @@ def run_job(job: PlantedJob) -> None:
 
 
 def sleep_in_encoder(run: Any, step: int) -> None:
-    """For ever, while the others wait for its embeddings."""
+    """Sleep forever, while the other ranks wait for the embeddings."""
     begin = run.encoder.begin
 
     def late(*args: Any, **options: Any) -> Any:
@@ -59,7 +59,7 @@ def sleep_in_encoder(run: Any, step: int) -> None:
 
 
 def hang_in_a_read(run: Any, step: int) -> None:
-    """The store answers no more: the loader waits."""
+    """Make the store stop answering, so that the loader waits."""
     from data_pipeline import fetch
 
     read, requests = fetch.read_parts, iter(range(1, 10**6))
@@ -73,7 +73,7 @@ def hang_in_a_read(run: Any, step: int) -> None:
 
 
 def not_a_number(run: Any, step: int) -> None:
-    """A loss that is not a number, in this step and the next."""
+    """Return a NaN loss in this step and the next."""
     train = run.backbone.train_step
 
     def poisoned(*args: Any) -> Any:
@@ -86,7 +86,7 @@ def not_a_number(run: Any, step: int) -> None:
 
 
 def bug(run: Any, step: int) -> None:
-    """An error of a library, in a step."""
+    """Raise a library error in a step."""
     train = run.backbone.train_step
 
     def wrong(*args: Any) -> Any:
@@ -98,7 +98,7 @@ def bug(run: Any, step: int) -> None:
 
 
 def spike(run: Any, step: int) -> None:
-    """A loss a hundred times too high; the gradient stays."""
+    """Multiply the loss by a hundred and leave the gradient unchanged."""
     train = run.backbone.train_step
 
     def higher(*args: Any) -> Any:
@@ -111,7 +111,7 @@ def spike(run: Any, step: int) -> None:
 
 
 def flip_a_bit(run: Any, step: int) -> None:
-    """One wrong bit before this step, in a copy that its update writes over; its turn has come."""
+    """Flip a bit before this step, in a copy that this step checks and its update overwrites."""
     train = run.train_step.run
 
     def flipped(batch: Any) -> Any:
@@ -125,7 +125,7 @@ def flip_a_bit(run: Any, step: int) -> None:
 
 
 def draws(run: Any, step: int) -> None:
-    """Tokens are left out of the loss at random, by torch's own generator."""
+    """Drop tokens from the loss at random, using torch's generator."""
     from dataclasses import replace
 
     import torch
@@ -141,7 +141,7 @@ def draws(run: Any, step: int) -> None:
 
 
 def slow_copy(run: Any, step: int) -> None:
-    """Tensors are still being copied aside for a save when the next step wants to change them."""
+    """Delay the copy of tensors for a save until the next step wants to change them."""
     from kimi_pretrain.checkpoint.staging import StagingBuffers
 
     copy = StagingBuffers.copy
@@ -155,12 +155,12 @@ def slow_copy(run: Any, step: int) -> None:
 
 
 def term_at_the_start(run: Any, step: int) -> None:
-    """The signal comes while the run is being built."""
+    """Send the signal while the run is being built."""
     os.kill(os.getpid(), 15)
 
 
 def ends_at_the_last_barrier(run: Any, step: int) -> None:
-    """An error where all ranks wait for each other at the end, checkpoints closed; tells status."""
+    """Raise an error at the final barrier, after the checkpoints are closed; report the status."""
     from kimi_pretrain.checkpoint.scheduler import CheckpointScheduler
     from kimi_pretrain.reliability.status import read_status
 

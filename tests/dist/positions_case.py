@@ -1,4 +1,4 @@
-"""Position ids: of a plan's rows, and of the microbatches that a step trains on."""
+"""Position ids of a plan's rows, and of the microbatches that a step trains on."""
 
 from types import SimpleNamespace
 
@@ -25,14 +25,14 @@ DATA = DataConfig(
 
 @pytest.fixture(scope="module")
 def plan():
-    """A step of several documents a row, with padding behind most of them."""
+    """A step with several documents per row, most rows with padding at the end."""
     planner = Planner([made_index("web", [90], 1, text=(3, 200))], DATA)
     plan, _ = planner.plan(planner.state_dict())
     return plan
 
 
 def slow_positions(plan, row, restart):
-    """Token by token."""
+    """Compute the positions token by token."""
     if not restart:
         return list(range(plan.seq_len))
     lengths = plan.samples.length[plan.samples.row == row].tolist()
@@ -41,7 +41,7 @@ def slow_positions(plan, row, restart):
 
 
 def one_process(replica=0, num_replicas=1):
-    """Where a replica of one stage stands; with one of them its reductions work, too."""
+    """Return a mesh of one-stage replicas; with a single replica its reductions work too."""
     return Mesh(
         rank=replica,
         world_size=num_replicas,
@@ -86,14 +86,14 @@ def test_microbatches_have_the_positions_of_their_rows(plan, restart, per_microb
 
 @pytest.fixture
 def lonely_group():
-    """A process group of this process alone."""
+    """A process group of only this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
 class Backbone:
-    """Keeps what a step gives it to train on."""
+    """Records the microbatches of a step."""
 
     def train_step(self, microbatches, aux_scale):
         self.microbatches = microbatches

@@ -1,4 +1,4 @@
-"""What a process of a test job does about attention in bfloat16: a whole model, three ways."""
+"""Action of worker.py that compares bfloat16 attention implementations in a whole model."""
 
 from functools import partial
 
@@ -17,10 +17,10 @@ FORMS = {
 
 
 def attention_precision(run) -> dict[str, dict[str, float]]:
-    """Return for each form how far loss and gradients in bfloat16 are from float64's, relative.
+    """Return each form's relative distance of bfloat16 loss and gradients from float64's.
 
-    Weights are the same numbers, and every token goes to every expert: no rounding sends one
-    elsewhere. Gradients are told as one long vector.
+    The weights are equal, and every token goes to every expert, so that rounding cannot change
+    routes. All gradients are compared as one long vector.
     """
     from kimi_pretrain.engine import model_builder
     from kimi_pretrain.engine.backbone import build_backbone

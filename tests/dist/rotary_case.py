@@ -1,4 +1,4 @@
-"""Rotary angles: those of other people's code to the last position, and no tables of them kept."""
+"""Rotary angles equal transformers' up to the last position, and keep no tables."""
 
 import gc
 
@@ -10,8 +10,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Rotar
 from kimi_pretrain.engine.latent_attention import RestartingRotary
 
 LONGEST = 262_144
-# Of K2.5's long stage, of K2's 128k, and another: factor, beta_fast, mscale_all_dim. Where the last
-# is 0 the temperature is a factor of cosines and sines, which is 1 in the others.
+# K2.5's long stage, K2's 128k, and another: factor, beta_fast, mscale_all_dim. If mscale_all_dim is
+# 0, the temperature scales cosines and sines; in the others this factor is 1.
 SCALINGS = {
     "K2.5": (64.0, 32.0, 1.0),
     "K2": (32.0, 1.0, 1.0),
@@ -20,7 +20,7 @@ SCALINGS = {
 
 
 def yarn(factor, beta_fast, mscale_all_dim):
-    """As Megatron-Core's attention builds it."""
+    """Return the embedding as Megatron-Core's attention builds it."""
     from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 
     return YarnRotaryEmbedding(
@@ -50,8 +50,9 @@ def test_cos_and_sin_are_those_of_transformers_bit_for_bit(name):
 
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "yarn"])
 def test_angles_are_the_rows_of_the_table_that_is_not_kept(plain):
-    """A length for each microbatch, as the longest document has; before, a table was kept of each,
-    up to 32.
+    """Each microbatch has a different length, set by its longest document.
+
+    Megatron-Core kept a table for each length, up to 32.
     """
     from megatron.core.models.common.embeddings import RotaryEmbedding
 

@@ -1,4 +1,4 @@
-"""What a process of a test job does about tokens at a tie between two experts; see worker.py."""
+"""Action of worker.py on tokens at a tie between two experts."""
 
 import json
 from pathlib import Path
@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-NOISE = 3e-6  # of the weights, so that scores differ by a few roundings
+NOISE = 3e-6  # relative noise of the weights, so that scores differ by a few roundings
 
 
 def tied_routes(run) -> dict[str, Any]:
-    """`verify dep` in one process, of a model in which experts 0 and 1 are at a tie everywhere.
+    """Run `verify dep` in one process on a model where experts 0 and 1 tie everywhere.
 
-    Each run has rounding of its own in the weights that decide between the two. Returns the
-    comparison as the command makes it, the same of gradients whose reference did not follow, and
-    that of a run whose last router takes the next best expert now and then, which is its clean one.
+    Each run has different rounding in the weights that decide the tie. Returns the command's
+    comparison; the same with a reference that did not follow the routes; and that of a run whose
+    last router sometimes picks the next best expert.
     """
     from kimi_pretrain.verify import configs, dep
     from kimi_pretrain.verify.dep_compare import tolerance_for
@@ -40,7 +40,7 @@ def tied_routes(run) -> dict[str, Any]:
         ours, plain = configs.decoupled(run.config), configs.reference(run.config)
         for case, bound, fault in (
             ("followed", tolerance.ties, None),
-            ("alone", -1.0, None),  # nothing is a tie
+            ("alone", -1.0, None),  # no difference counts as a tie
             ("fault", tolerance.ties, "wrong-expert"),
         ):
             take(ours, f"{case}/dep", 1, None, bound, fault)

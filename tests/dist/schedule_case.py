@@ -1,4 +1,4 @@
-"""The order of passes: Megatron-Core's own schedule functions as the oracle."""
+"""Order of passes, tested against Megatron-Core's own schedule functions."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kimi_pretrain.dep.timeline import Pass, Schedule
-from kimi_pretrain.engine import host  # before Megatron-Core
+from kimi_pretrain.engine import host  # must be imported before Megatron-Core
 from tests.unit.kimi_pretrain.dep.test_timeline import GRID
 
 assert host
@@ -20,7 +20,7 @@ def schedules():
 
 
 class Settings:
-    """A config of Megatron-Core's in which nothing is switched on."""
+    """A Megatron-Core config with every option off."""
 
     def __init__(self, **given):
         vars(self).update(given)
@@ -30,7 +30,7 @@ class Settings:
 
 
 class Wires:
-    """A communicator between stages that are not there: everything asked for comes at once."""
+    """A communicator without peers; every receive succeeds at once."""
 
     def __init__(self, stages, stage, chunks):
         self.pp_group = SimpleNamespace(size=lambda: stages, rank=lambda: stage)
@@ -45,7 +45,7 @@ class Wires:
 
 
 def ran_by_megatron(monkeypatch, schedules, stages, stage, chunks, microbatches):
-    """The passes of a stage in the order in which Megatron-Core's schedule functions run them."""
+    """Return a stage's passes in the order in which Megatron-Core's schedule functions run them."""
     from megatron.core.enums import ModelType
     from megatron.core.process_groups_config import ProcessGroupCollection
 

@@ -1,4 +1,4 @@
-"""What a process of a test job does about rows that several ranks share; see worker.py."""
+"""Actions of worker.py on rows that several ranks share."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -10,14 +10,14 @@ import torch
 
 from kimi_pretrain.parallel.sequence import SequenceParts
 
-STRIDE = 7  # every seventh place of a row takes a planted vision embedding
+STRIDE = 7  # every seventh position of a row has a planted vision embedding
 
 
 def leaf_gradients(run) -> dict:
-    """Plant vision embeddings at places of the rows, run the backbone, return their gradients.
+    """Plant vision embeddings in the rows, run the backbone, and return their gradients.
 
-    Of three microbatches one has none, and one only in the first quarter of its rows, which not
-    every rank holds. Returns "gradients" [microbatches, tokens, hidden] by place in
+    Of three microbatches, one has none, and one has them only in the first quarter of its rows,
+    which some ranks do not hold. Returns "gradients" [microbatches, tokens, hidden] by position in
     the row, whether the routing biases moved, and how many parameters have a gradient buffer.
     """
     from kimi_pretrain.engine.microbatch import build_microbatches
@@ -57,9 +57,9 @@ def leaf_gradients(run) -> dict:
 
 
 def shared_rows(run) -> dict:
-    """Planted embeddings, then training steps, then what a checkpoint would hold.
+    """Run planted embeddings, then training steps, then hash the checkpoint tensors.
 
-    Returns "leaves" (see `leaf_gradients`), "steps" as of the action `losses`, and the "shapes" of
+    Returns "leaves" (see `leaf_gradients`), "steps" as in the action `losses`, and the "shapes" of
     all tensors by name.
     """
     from kimi_pretrain.checkpoint.hashes import hash_tensors
@@ -68,7 +68,7 @@ def shared_rows(run) -> dict:
     leaves = leaf_gradients(run)
     run.backbone.undo_routing_biases()
     steps = losses(run)
-    hash_tensors(run.tensors(), run.mesh)  # copies are equal bit for bit
+    hash_tensors(run.tensors(), run.mesh)  # raises unless copies are bit-identical
     shapes: dict[str, tuple[int, ...]] = {}
     mine = {name: tuple(tensor.shape) for name, tensor in run.tensors().items()}
     for part in run.mesh.all_gather_object(mine):
@@ -77,9 +77,11 @@ def shared_rows(run) -> dict:
 
 
 def shared_gradients(run) -> dict:
-    """One step: its line as of the action `losses`, every parameter's divided "gradients" by name,
-    the "maxima" of all heads by layer, and the bytes that a rank "gathered" and had "summed" over
-    its context-parallel group.
+    """Take one step; return its line, "gradients", "maxima" and communicated bytes.
+
+    The line is that of the action `losses`. "gradients" are every parameter's divided gradients by
+    name, "maxima" those of all heads by layer. Bytes are those "gathered" and "summed" by a rank
+    over its context-parallel group.
     """
     from tests.dist.basic_case import gradients_of, line_of
 
@@ -126,11 +128,11 @@ def _moved_bytes() -> Iterator[Counter[str]]:
 
 
 def bfloat16_gradients(run) -> dict[str, Any]:
-    """Return how far gradients in bfloat16 are from float64's of the same weights, relative, all
-    layers and ranks together: "latents", of keys and values; "below", of the weights that these are
-    made by; "all weights". And the bytes that were "gathered" and "summed" in bfloat16.
+    """Return the relative distance of bfloat16 gradients from float64's with the same weights.
 
-    Every token goes to every expert: no rounding sends one elsewhere.
+    The distances are over all layers and ranks together: "latents" of keys and values; "below", the
+    weights that produce them; "all weights". Also returns the bytes "gathered" and "summed" in
+    bfloat16. Every token goes to every expert, so that rounding cannot change routes.
     """
     from kimi_pretrain.engine.backbone import build_backbone
     from kimi_pretrain.engine.microbatch import build_microbatches

@@ -1,7 +1,7 @@
-"""Items that blocks of gloo processes encode together, and the process that takes part in it.
+"""Items encoded jointly by blocks of gloo processes, and the process that takes part.
 
 `python sharded_case.py RANK WORLD FOLDER` joins a job through a file in FOLDER, runs every case and
-leaves FOLDER/rank{RANK}.pt. The parent test process makes the same encoders, items and gradients.
+writes FOLDER/rank{RANK}.pt. The parent test process builds the same encoders, items and gradients.
 """
 
 import math
@@ -23,7 +23,7 @@ SMALL = MoonViTConfig(
 )
 GRIDS = {
     "image": (1, 6, 10),  # 15 tokens
-    "native grid": (1, 6, 6),  # the table of positions as it is; 9 tokens
+    "native grid": (1, 6, 6),  # uses the position table without interpolation; 9 tokens
     "chunk of 3": (3, 4, 6),  # 6 tokens: 1, 2, 1 and 2 of them for 4 members
     "chunk of 4": (4, 10, 6),
     "column": (2, 14, 2),
@@ -47,7 +47,7 @@ FLOAT32 = [
     for name, grid in GRIDS.items()
     for parts in (2, 4)
 ]
-COMPARED = ("image", "chunk of 4")  # with transformers too, in float32
+COMPARED = ("image", "chunk of 4")  # also compared with transformers, in float32
 SLOW = [case for case in FLOAT32 if not case.name.startswith(COMPARED)]
 CASES = [
     *(case for case in FLOAT32 if case.name.startswith(COMPARED)),
@@ -63,7 +63,7 @@ CASES = [
 
 
 def encoder_of(dtype: torch.dtype, config: MoonViTConfig = SMALL) -> VisionEncoder:
-    """An encoder whose biases and norms are not the trivial 0 and 1."""
+    """Return an encoder whose biases and norms are not the trivial 0 and 1."""
     module = VisionEncoder(config)
     initialise(module, seed=7)
     generator = torch.Generator().manual_seed(11)
@@ -75,21 +75,21 @@ def encoder_of(dtype: torch.dtype, config: MoonViTConfig = SMALL) -> VisionEncod
 
 
 def pixels_of(grid: tuple[int, int, int]) -> torch.Tensor:
-    """Random bytes, [patches, 3, 14, 14]."""
+    """Return random bytes, [patches, 3, 14, 14]."""
     generator = torch.Generator().manual_seed(math.prod(grid))
     shape = (math.prod(grid), 3, 14, 14)
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
 
 def gradient_of(grid: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
-    """A gradient of the loss with respect to an item's tokens, [tokens, out_width]."""
+    """Return a loss gradient with respect to an item's tokens, [tokens, out_width]."""
     generator = torch.Generator().manual_seed(1 + math.prod(grid))
     shape = (grid[1] * grid[2] // 4, SMALL.out_width)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 class Watch:
-    """Writes down every collective that is issued, and the bytes it sends to other members."""
+    """Records every collective and the bytes it sends to other members."""
 
     def __init__(self):
         self.seen: list[tuple[str, int]] = []
@@ -108,7 +108,7 @@ class Watch:
 
 
 def run_case(case: Case, group: dist.ProcessGroup, watch: Watch) -> dict:
-    """What a step does with a shared item, on this rank."""
+    """Run a step's operations on a shared item on this rank."""
     module = encoder_of(case.dtype)
     pixels = pixels_of(case.grid).numpy() if group.rank() == 0 else None
     own = sharded.scatter_patches(pixels, case.grid, group, torch.device("cpu"))
@@ -131,7 +131,7 @@ def run_case(case: Case, group: dist.ProcessGroup, watch: Watch) -> dict:
 
 
 def run_frozen(group: dist.ProcessGroup, watch: Watch) -> dict:
-    """A frozen tower: the projector has gradients, and nobody talks in the backward pass."""
+    """Run with a frozen tower: the projector has gradients, and backward communicates nothing."""
     module, grid = encoder_of(torch.float64), GRIDS["image"]
     module.vision_tower.requires_grad_(False)
     pixels = pixels_of(grid).numpy() if group.rank() == 0 else None
@@ -147,9 +147,9 @@ def run_frozen(group: dist.ProcessGroup, watch: Watch) -> dict:
 
 
 def refusals(group: dist.ProcessGroup, alone: dist.ProcessGroup) -> dict[str, str]:
-    """What a rank is told about arguments that cannot work; nobody may have communicated by then.
+    """Return a rank's errors for invalid arguments, which must be raised before any communication.
 
-    What only the first rank of a block can find wrong is tried in a block of one.
+    Errors that only the first rank of a block can detect are tested in a block of one.
     """
     grid, cpu = GRIDS["image"], torch.device("cpu")
     pixels = pixels_of(grid).numpy()
@@ -181,7 +181,7 @@ SCOPES = {
 
 
 def members_of_blocks() -> dict[str, dict[int, list[int]]]:
-    """Ranks of each block that this rank is given, and that the block can sum over them."""
+    """Return the ranks of each block of this rank, determined by a sum over the block."""
     found = {}
     for name, scopes in SCOPES.items():
         found[name] = {}
@@ -194,7 +194,7 @@ def members_of_blocks() -> dict[str, dict[int, list[int]]]:
 
 def main(rank: int, world: int, folder: Path) -> None:
     join_ranks(rank, world, folder)
-    dist.new_group([0, 2])  # as in a pipeline: some ranks are in more groups than others
+    dist.new_group([0, 2])  # as in a pipeline, where some ranks are in more groups than others
     alone = [dist.new_group([member]) for member in range(world)][rank]
     blocks = {1: alone, **sharded.blocks([range(world)], 4, 30.0)}
     watch = Watch()

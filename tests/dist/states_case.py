@@ -1,4 +1,4 @@
-"""What a process of a test job holds from step to step, and what the exchange takes, in bytes."""
+"""Actions of worker.py that measure the bytes of persistent state and of the exchange."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,12 +9,13 @@ from torch import Tensor
 
 from benchmarks.memory.live import PeakBytes
 
-BUDGET = 1024  # bytes that are sent at a time, so that every exchange goes in rounds
+BUDGET = 1024  # bytes per send, so that every exchange takes several rounds
 
 
 def states(run) -> list[dict[str, Any]]:
-    """Take a step; return, of each rank, its stage, the bytes of all storages of weights,
-    gradients and optimizer state, and those of every tensor that it has for a checkpoint.
+    """Take a step; return, per rank, its stage and the bytes of its state and checkpoint tensors.
+
+    State bytes are those of all storages of weights, gradients and optimizer state.
     """
     backbone, encoder, optimizer = run.backbone, run.encoder, run.update.optimizer
     run.train_step.run(next(run.loader))
@@ -43,8 +44,9 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def exchange(run) -> list[dict[str, int]]:
-    """Return, of each rank, the bytes of what it encodes and receives, the most that were alive in
-    the hand-over and in the hand-back, and those of the leaves.
+    """Return, per rank, the bytes it encodes and receives, the exchange peaks, and the leaf bytes.
+
+    The peaks are those of the hand-over and the hand-back.
     """
     from kimi_pretrain.dep.leaves import attach_leaves
     from kimi_pretrain.engine.microbatch import build_microbatches

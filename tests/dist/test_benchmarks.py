@@ -1,4 +1,4 @@
-"""The short form of every benchmark runs to its end; the runs that it compares are comparable."""
+"""Short form of every benchmark runs to completion, and the runs it compares are comparable."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ from benchmarks.step_plan.summary import summarise, targets
 from kimi_pretrain.config import load_config
 from tests import ROOT
 
-# Benchmark -> its arguments beside --quick and --out, and what its result file must hold.
+# Benchmark -> extra arguments besides --quick and --out, and required parts of its result file.
 SHORT = {
     "bench_bubbles.py": ([], ("cases",)),
     "bench_context.py": ([], ("forms", "targets")),
@@ -109,7 +109,7 @@ def test_what_is_kept_of_a_run():
     found = measured(steps, lines)
     assert [point[:2] for point in found["curve"]] == [[0, 0], [2, 19], [4, 39]]
     assert (found["text"], found["vision"], found["start"]) == (29, 10, 1)
-    assert found["share"] == 9 / 20  # of the steps after the first with media
+    assert found["share"] == 9 / 20  # of the steps after the first one with media
 
 
 def test_errors_and_pairs_of_predicted_steps():
@@ -124,7 +124,7 @@ def test_errors_and_pairs_of_predicted_steps():
     cases = [case("a", 1.09, 0.5, 1.0, 9.0), case("b", 1.9, 2.0), case("c", 1.0, 1.04)]
     found = summarise(cases)
     assert [row["error"] for row in found["cases"]] == pytest.approx([0.09, -0.05, 1 / 1.04 - 1])
-    assert (found["pairs"], found["ranked_right"]) == (2, 2)  # a and c are too near
+    assert (found["pairs"], found["ranked_right"]) == (2, 2)  # a and c are too close
     assert [row["met"] for row in targets(found)] == [True, True, True]
     cases[2] = case("c", 2.6, 1.06)  # now apart, and predicted as the slowest of all
     found = summarise(cases)
@@ -134,7 +134,7 @@ def test_errors_and_pairs_of_predicted_steps():
 
 @pytest.mark.parametrize("count", T95)
 def test_intervals_are_those_of_scipy(count):
-    from scipy import stats  # 1 s of a core, of every worker that collects this file
+    from scipy import stats  # the import costs every worker that collects this file 1 s of a core
 
     values = [0.3, 1.2, 0.7, 0.1, 2.0, 0.4, 1.1, 0.9, 0.2, 0.5][:count]
     found = interval(values)

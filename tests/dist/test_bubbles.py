@@ -1,4 +1,4 @@
-"""Vision work in the pipeline's bubbles (`dep.bubbles`): the gradients of DEP, in any slots."""
+"""Vision work in the pipeline's bubbles (`dep.bubbles`): DEP's gradients in any slots."""
 
 import pytest
 
@@ -6,11 +6,11 @@ from tests.dist.jobs import run_jobs, start_jobs
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
-# Passes that are as slow as the small encoder's pieces, so that bubbles hold some of them.
+# Passes are as slow as the small encoder's pieces, so that bubbles hold some of them.
 SLOW_DEVICE = ("dep.flops_per_second=3e6", "data.vision_token_ratio=0.3", "model.vision.depth=3")
 ALL, EDGES = ("dep.bubbles=all", *SLOW_DEVICE), ("dep.bubbles=edges", *SLOW_DEVICE)
 KEPT = ("dep.keep_activations=auto", "dep.memory_limit_gib=0.006", "dep.check_recompute=true")
-# Priced by its square the largest item binds, so that it is shared.
+# With a quadratic cost the largest item dominates, so it is shared.
 SHARED = ("dep.max_split=2", "dep.split_efficiency=1.0", "dep.check_recompute=true",
           "dep.cost={per_patch: 0, per_patch_squared: 1.0e-4, per_item: 0}",
           "data.vision_token_ratio=0.2")  # fmt: skip
@@ -50,7 +50,7 @@ def jobs(cases, data_root):
 
 
 def check(name, found):
-    """Every variant comes to DEP's gradients, on every rank."""
+    """Check that every variant gives DEP's gradients on every rank."""
     dtype = "float64" if "float64" in name else "float32"
     few = name in ("an item now and then",)
     assert found["units"] > (0 if few else 8)
@@ -76,14 +76,14 @@ def check(name, found):
             assert units == sorted(units)
     alike = (len({unit for unit, _ in rank["together"]}) for rank in found["planned"])
     assert few or "shared" in name or "frozen encoder" in name or max(alike) > 1
-    # Who has nothing to take back sends all with the others' at the end.
+    # A rank without backward work sends all its buckets with the others' at the end.
     early = [rank["left"] == rank["buckets"] > 1 for rank in found["planned"]]
     assert few or "shared" in name or "frozen" in name or any(early)
     assert not any(rank["left"] for rank in found["summed behind"])
     planned = sum(rank["forward inside"] + rank["backward inside"] for rank in inside)
     assert few or planned > 10
     assert few or all(sum(rank[f"{way} mixed"] for rank in inside) for way in ways)
-    # How much of it hangs on the clock: backward work may be put off, forward work may not.
+    # This depends on timing: backward work may be deferred, forward work may not.
     assert few or sum(rank["done inside"] for rank in inside) > 0
 
 
@@ -126,7 +126,7 @@ def test_gradients_are_those_of_dep_elsewhere(name, slow):
 
 
 def test_a_training_is_that_of_dep(found):
-    """Other ranks encode, gradients are added in another order: the same but for rounding."""
+    """Other ranks encode and the order of sums differs, so results agree to rounding."""
     for ours, plain in (("in bubbles", "with DEP"), ("without media", "without media, with DEP")):
         same = ours == "without media"
         for step, (line, wanted) in enumerate(zip(found[ours], found[plain], strict=True)):
@@ -135,9 +135,10 @@ def test_a_training_is_that_of_dep(found):
             assert wanted.pop("timeline")
             assert line.pop("encoded")
             assert not wanted.pop("encoded")
-            moved = line.pop("moved"), wanted.pop("moved")  # who encodes what is not the same
+            # Other ranks encode, so other bytes move.
+            moved = line.pop("moved"), wanted.pop("moved")
             assert moved == (0, 0) if same else min(moved) > 0
-            # The first step's losses are from before any update, and from the same embeddings.
+            # The losses of the first step precede any update and use the same embeddings.
             assert line["loss"] == wanted["loss"] or step
             for name, value in wanted.items():
                 if same or not isinstance(value, float):
@@ -152,7 +153,7 @@ def test_slots_follow_measured_costs_and_no_bit_does(found):
     for step, (line, wanted) in enumerate(zip(lines, found["as configured"], strict=True)):
         more = {name: wanted[name] for name in ("encoded", "moved", "timeline")}
         assert wanted | line == line | more, step
-        (factors,) = set(line["factors"])  # of all ranks
+        (factors,) = set(line["factors"])  # the same on all ranks
         assert (factors == (1.0, 1.0, 1.0)) == (step < 4)
         assert all(0 < factor < 1e6 for factor in factors)
         inside = [s for way in line["slots"] for mine in way for s in mine]
@@ -160,7 +161,7 @@ def test_slots_follow_measured_costs_and_no_bit_does(found):
 
 
 def test_the_traced_step_has_its_work_and_waits_on_a_timeline(found):
-    """All of it inside phase 4, one after the other, and as long as what is measured."""
+    """Its sections lie inside phase 4, do not overlap, and last as long as the measurement."""
     first, second = (line["timeline"] for line in found["in bubbles"])
     assert not any(rank["sections"] for rank in first)
     for rank in second:
@@ -172,7 +173,7 @@ def test_the_traced_step_has_its_work_and_waits_on_a_timeline(found):
             assert end <= following + 1e-6 or following == start
             lasting[names[name]] += end - start
         for kind, seconds in lasting.items():
-            assert rank["seconds"][kind] <= seconds + 1e-3, kind  # a section is around its watch
+            assert rank["seconds"][kind] <= seconds + 1e-3, kind  # a section includes its stopwatch
         assert {name for name, _, _ in sections} == names.keys()
 
 

@@ -1,4 +1,4 @@
-"""`plan --calibrate` in a process of its own: its lines can be pasted, and parts make the whole."""
+"""`plan --calibrate` in a separate process: output that can be pasted, parts that sum up."""
 
 import json
 
@@ -42,7 +42,7 @@ def test_calibrate_prints_lines_to_paste(tmp_path):
     assert min(found["cost"].values()) >= 0 < sum(found["cost"].values())
     assert min(measured["pass_cost"].values()) > 0
     assert min(measured["update_cost"].values()) > 0
-    assert found["language_model"]["experts"] == 4  # two ranks have four of eight each
+    assert found["language_model"]["experts"] == 4  # two ranks have four of the eight experts each
     preset = tmp_path / "pasted.yaml"
     preset.write_text(yaml.safe_dump(load_config("tiny_cpu").model_dump(mode="json") | {
         "dep": measured,
@@ -57,4 +57,4 @@ def test_what_does_not_fit_into_the_time_is_one_line():
     done = calibrate("--max-seconds", "3", "data.seq_len=4096", code=2)
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "--max-seconds" in line
-    assert "dep:\n  cost:\n" in done.stdout  # what was measured before is told
+    assert "dep:\n  cost:\n" in done.stdout  # earlier measurements are still printed

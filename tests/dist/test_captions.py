@@ -1,9 +1,9 @@
 """The captioning stage against transformers' Kimi K2.5 with a frozen language model.
 
-Both sides go from pixels through tower, projector and language model to the loss, and back. Ours
-is the engine with DEP in a process of its own; theirs reads the folder that `export` writes, and
-sees each document alone. With `train.siglip`, transformers' SigLIP text model and SigLIP 2's
-pooling head stand beside it, and everything is in one graph.
+Both sides go from pixels through tower, projector and language model to the loss, and back. Ours is
+the engine with DEP in a separate process. Theirs loads the folder that `export` writes and runs
+each document alone. With `train.siglip`, transformers' SigLIP text model and SigLIP 2's pooling
+head are added, and everything is in one graph.
 """
 
 import copy
@@ -37,7 +37,7 @@ MODEL = (
     *layout(),
     "model.language.yarn={factor: 4.0, original_max_position: 32, beta_fast: 4.0}",
     f"model.language.norm_eps={EPS:f}",
-    "data.seed=4",  # a first step with videos
+    "data.seed=4",  # gives a first step with videos
 )
 
 
@@ -48,7 +48,7 @@ PAIRS = (
 
 
 class TorchInFloat64:
-    """torch, with float64 where a module says float32."""
+    """torch with float64 in place of float32."""
 
     float = float32 = torch.float64
 
@@ -58,11 +58,11 @@ class TorchInFloat64:
 
 @pytest.fixture(scope="module")
 def found(data_root, tmp_path_factory):
-    """A folder as `export` writes it, and the step that each precision takes from its weights."""
+    """The folder that `export` writes, and each precision's step from its weights."""
     folder = tmp_path_factory.mktemp("captions")
     common = (f"data.root={data_root}", *MODEL)
     stage = (*common, f"train.start_from={folder / 'run'}", "train.frozen=[language_model]")
-    # In the same order as the jobs: the first one saves what the others start from.
+    # The jobs run in this order: the first one saves the weights from which the others start.
     jobs = {"save": ("caption_start", (*common, f"checkpoint.place={folder / 'run'}"))}
     for dtype in TOLERANCE:
         jobs[dtype] = "caption_gradients", (*stage, f"train.dtype={dtype}")
@@ -81,7 +81,7 @@ def test_encoder_gradients_are_those_of_kimi_k25(found, dtype, monkeypatch):
     documents = done[dtype]["documents"]
     frames = [grid[0] for one in documents for grid, _ in one["media"]]
     assert 1 in frames
-    assert max(frames) > 1  # a video, too
+    assert max(frames) > 1  # includes a video
     loss = captioning(model, documents)
     loss.backward()
     assert done[dtype]["loss"] == pytest.approx(loss.item(), rel=TOLERANCE[dtype])
@@ -93,7 +93,7 @@ def test_encoder_gradients_are_those_of_kimi_k25(found, dtype, monkeypatch):
 def test_kimi_vl_s_objective_is_that_of_other_people_s_parts_in_one_graph(
     found, dtype, monkeypatch, data_root
 ):
-    """L_siglip + 2 L_caption: the loss of every pair, and the gradient of every parameter."""
+    """L_siglip + 2 L_caption: compares the loss of all pairs and every parameter's gradient."""
     folder, done = found
     step = done[f"siglip {dtype}"]
     model, parts = theirs(folder, dtype, monkeypatch), their_heads(step["heads"], dtype)
@@ -115,9 +115,9 @@ def test_kimi_vl_s_objective_is_that_of_other_people_s_parts_in_one_graph(
     assert heads.keys() == want.keys()
     for name, target in want.items():
         if name.endswith("k_proj.bias"):
-            assert heads[name].norm() <= TOLERANCE[dtype], name  # 0 but for rounding
+            assert heads[name].norm() <= TOLERANCE[dtype], name  # zero except for rounding
             continue
-        if name.endswith("in_proj_bias"):  # of its keys, too
+        if name.endswith("in_proj_bias"):  # includes the bias of the keys
             width = len(target) // 3
             keys = slice(width, 2 * width)
             heads[name][keys] = target[keys] = 0
@@ -125,20 +125,20 @@ def test_kimi_vl_s_objective_is_that_of_other_people_s_parts_in_one_graph(
 
 
 def captioning(model, documents):
-    """The mean over all tokens that count."""
+    """Return the mean over all tokens that count."""
     tokens = sum(int((one["labels"] != -100).sum()) for one in documents)
     return sum(loss_of(model, one) for one in documents) / tokens
 
 
 def caption_of(tokens, tokenizer) -> str:
-    """What stands behind the medium: all samples here are a medium and a text."""
+    """Return the text after the medium; every sample here is a medium and a text."""
     ids = tokens.tolist()
     (mark,) = (at for at, one in enumerate(ids) if one == tokenizer.media_end)
     return tokenizer.decode(ids[mark + 1 : ids.index(tokenizer.eos)])
 
 
 def their_heads(weights, dtype):
-    """transformers' modules with our weights, under our names."""
+    """Return transformers' modules with our weights, under our names."""
     sizes = dict(hidden_size=32, intermediate_size=48, num_attention_heads=2)
     text = siglip.SiglipTextConfig(
         vocab_size=60, num_hidden_layers=2, max_position_embeddings=12, **sizes
@@ -163,7 +163,7 @@ def their_heads(weights, dtype):
 
 
 def their_siglip(model, parts, pairs, data_root):
-    """The loss as `SiglipModel` computes it, of towers that are not its own."""
+    """Return the loss as `SiglipModel` computes it, for external towers."""
     heads = parts["all"]["siglip"]
     dtype, pooled = heads["text_model"].dtype, []
     for (grid, patches), _ in pairs:
@@ -183,7 +183,7 @@ def their_siglip(model, parts, pairs, data_root):
 
 
 def check_encoder(ours, model, dtype):
-    """Every parameter of tower and projector."""
+    """Compare every parameter of tower and projector."""
     vision = load_config("tiny_cpu", [*SMALL, *MODEL]).model.vision
     got = to_transformers({n: g for n, g in ours.items() if not n.startswith("siglip.")}, vision)
     want = {
@@ -193,16 +193,17 @@ def check_encoder(ours, model, dtype):
     }
     assert got.keys() == want.keys()
     for name, target in want.items():
-        # A bias on the keys shifts all logits of a query alike: its gradient nearly vanishes.
+        # A key bias shifts all logits of a query equally, so its gradient nearly vanishes.
         scale = want[name.replace("k_proj.bias", "k_proj.weight")].double().norm()
         assert scale > 0
         assert (got[name] - target).double().norm() <= TOLERANCE[dtype] * scale, name
 
 
 def test_their_class_takes_no_video_by_itself(found, monkeypatch):
-    """Why the test gives it the embeddings: it cuts a video's tokens by the patches of all frames.
+    """transformers splits a video's tokens by the patches of all frames, which fails.
 
-    Once it does not, the videos above can go the usual way.
+    The test therefore passes embeddings. If this test fails, the videos above can use the normal
+    path.
     """
     model = theirs(found[0], "float32", monkeypatch)
     patches = torch.zeros(2 * 16, 3, 14, 14)
@@ -211,10 +212,10 @@ def test_their_class_takes_no_video_by_itself(found, monkeypatch):
 
 
 def theirs(folder, dtype, monkeypatch):
-    """transformers' model with the language model frozen; in float64 with no float32 inside.
+    """Return transformers' model with a frozen language model; in float64 without internal float32.
 
-    It computes norms, scores and softmax in float32 whatever its weights are. Rotary angles of text
-    stay float32, as they are on both sides.
+    It computes norms, scores and softmax in float32 for any weights. Rotary angles of text stay
+    float32 on both sides.
     """
     if dtype == "float64":
         for later in (kimi, deepseek, vision_utils):
@@ -232,7 +233,7 @@ def theirs(folder, dtype, monkeypatch):
         rotary, tower = model.model.language_model.rotary_emb, model.model.vision_tower
         monkeypatch.setattr(rotary, "forward", in_float32(copy.deepcopy(rotary).float()))
         monkeypatch.setattr(tower, "forward", in_float64(tower.forward))
-        # Made anew: `from_pretrained` keeps them in the type of the weights.
+        # Recomputed, because `from_pretrained` keeps them in the dtype of the weights.
         tower.rotary_emb.inv_freq, _ = tower.rotary_emb.compute_axial_rope_parameters(tower.config)
         embedding = tower.patch_embed.pos_emb
         embedding.time_position_embeddings = embedding.compute_pos_embed()
@@ -240,7 +241,7 @@ def theirs(folder, dtype, monkeypatch):
 
 
 def in_float32(rotary):
-    """Angles as they are without any patch."""
+    """Wrap the rotary embedding to compute unpatched float32 angles."""
 
     def narrow(x, position_ids):
         with pytest.MonkeyPatch.context() as patch:
@@ -251,7 +252,7 @@ def in_float32(rotary):
 
 
 def in_float64(forward):
-    """The tower calls `.float()`, too."""
+    """Wrap a tower's forward so that its `.float()` calls give float64."""
 
     def wide(*args, **kwargs):
         with pytest.MonkeyPatch.context() as patch:
@@ -262,7 +263,7 @@ def in_float64(forward):
 
 
 def loss_of(model, document):
-    """The summed loss of one document by itself."""
+    """Return the summed loss of one document."""
     dtype = model.lm_head.weight.dtype
     tokens = torch.from_numpy(document["tokens"])[None]
     parts = []

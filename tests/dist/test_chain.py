@@ -1,4 +1,4 @@
-"""A chain that is killed in its stages and taken up again ends as one that never was."""
+"""A chain that is killed in its stages and resumed ends like an uninterrupted one."""
 
 import hashlib
 import json
@@ -45,12 +45,12 @@ STAGES: list[dict[str, Any]] = [
              "data.rows_per_step": 2, "checkpoint.every": 16,
              "model.language.yarn": {"factor": 4.0, "original_max_position": 128}}},
 ]  # fmt: skip
-UNSAVED = ("captions", "long")  # before their end
+UNSAVED = ("captions", "long")  # not saved before their end
 FROZEN = {"vision_tower": "vision_tower.", "projector": "mm_projector.",
           "language_model": "language_model."}  # fmt: skip
 
 
-# Masters of what is trained, a tower that stays, and an optimizer that goes on to longer rows.
+# Covers masters, a frozen tower, and an optimizer that continues with longer rows.
 SHORT: list[dict[str, Any]] = [
     {"stage": "joint",
      "set": {"train.steps": 2, "train.dtype": "bfloat16", "train.frozen": ["vision_tower"]}},
@@ -62,7 +62,7 @@ SHORT: list[dict[str, Any]] = [
 
 
 def write(folder: Path, data_root: Path, stages: list[dict[str, Any]]) -> Path:
-    """Write a chain into a folder, which is its run_dir, too."""
+    """Write a chain into a folder, which is also its run_dir."""
     pairs = (text.partition("=") for text in SMALL)
     small = {key: yaml.safe_load(value) for key, _, value in pairs}
     chain = {
@@ -90,7 +90,7 @@ def hashes(folder: Path, stage: str) -> dict[str, Any]:
 
 
 def ended_in(file: Path, stage: str, number: signal.Signals) -> None:
-    """Run the chain until a stage has done two steps or more of this start, and end it there."""
+    """Run the chain until a stage has done two steps in this start, and end it there."""
     folder = file.parent / stage
     with TemporaryFile("w+") as told:
         fork = fork_server.start(["-m", "launch.cli", "chain", str(file)], told, told)
@@ -101,10 +101,10 @@ def ended_in(file: Path, stage: str, number: signal.Signals) -> None:
                 told.seek(0)
                 raise AssertionError(f"{code}: {told.read()}")
         if number == signal.SIGKILL:
-            fork.kill()  # all of its processes at once
+            fork.kill()  # all its processes at once
         else:
             os.kill(fork.pid, number)
-            assert fork.wait(100.0) == 75  # what waits for the chain must not go on
+            assert fork.wait(100.0) == 75  # jobs that depend on the chain must not start
             told.seek(0)
             assert f"{stage}: not finished; the same command goes on with it" in told.read()
     status = read_status(folder)
@@ -115,7 +115,7 @@ def ended_in(file: Path, stage: str, number: signal.Signals) -> None:
 
 
 def check_frozen(file: Path) -> int:
-    """Compare frozen tensors with those of the stages they come from; returns how many."""
+    """Compare frozen tensors with those of their source stages; return their number."""
     count, after = 0, {}
     for stage in read_stages(file):
         after[stage.name] = hashes(file.parent, stage.name)["per_tensor"]
@@ -134,7 +134,7 @@ def check_frozen(file: Path) -> int:
 
 
 def check_planned(file: Path) -> None:
-    """What was planned of each stage is what it has written."""
+    """Compare the planned checkpoint of each stage with the written one."""
     for stage in read_stages(file):
         written = open_weights(latest_in(stage.folder))
         planned = planned_weights(stage.config, str(stage.folder))
@@ -176,8 +176,9 @@ def test_a_stage_that_keeps_the_optimizer_is_killed_and_goes_on(data_root, tmp_p
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_killed_in_every_stage(data_root, tmp_path):
-    """Each is killed once, two of them before their first save, of which one keeps the optimizer;
-    one is killed, gone on with, and told to stop as well.
+    """Each stage is killed once, two before their first save, and one of these keeps the optimizer.
+
+    One stage is also resumed and then told to stop.
     """
     whole, broken = (write(tmp_path / name, data_root, STAGES) for name in ("whole", "broken"))
     run(whole)

@@ -1,4 +1,4 @@
-"""`train --resume latest --change-data`: a run goes over to other shares and a new source."""
+"""`train --resume latest --change-data`: a run switches to other weights and a new source."""
 
 import json
 import shutil
@@ -22,9 +22,9 @@ def going_on(folder, *overrides):
 
 @pytest.fixture(scope="module")
 def run(data_root, tmp_path_factory):
-    """Two steps, changed and two more in another layout, and four more without the flag.
+    """Two steps, a change and two more in another layout, then four more without the flag.
 
-    The first start alone is validated.
+    Only the first start is validated.
     """
     folder = tmp_path_factory.mktemp("changed") / "run"
     done = train(folder, *FIRST, *HELDOUT, f"data.root={data_root}", "train.steps=2")
@@ -58,7 +58,7 @@ def test_it_says_where_and_what_follows_holds_to_it(run, data_root):
     sources = json.loads((folder / "sources.json").read_text())
     since = {one["name"]: one["from_step"] for one in sources}
     assert since == {"pictures": 1, "words": 1, "words_heldout": first, "pictures_heldout": 1}
-    assert sources[-1]["use"] == "heldout"  # of the first start: its validations read it
+    assert sources[-1]["use"] == "heldout"  # read by the validations of the first start
     assert exposure(folder, {"pictures_heldout": ["p0000"]}).heldout == ["pictures_heldout"]
     lines = read_metrics(folder)
     assert [line["step"] for line in lines] == [*range(1, 9)]
@@ -73,7 +73,7 @@ def test_it_says_where_and_what_follows_holds_to_it(run, data_root):
 
 
 def test_straight_on_it_is_the_same(run, data_root):
-    """Changed, and eight steps without another stop, in one process: every step's rows."""
+    """A changed run without another stop, in one process, draws the same rows at every step."""
     folder, *_ = run
     other = folder.with_name("begun")
     done = going_on(other, f"data.root={data_root}", "train.steps=8", "--change-data", SECOND)

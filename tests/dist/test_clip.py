@@ -9,7 +9,7 @@ from tests.dist.jobs import layout, run_jobs
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
 THRESHOLD = 1.0
-STILL = (  # a rate at which no bit of a weight moves
+STILL = (  # with this learning rate no bit of a weight changes
     "optim.lr=1e-30", "optim.min_lr=0.0", f"optim.qk_clip_threshold={THRESHOLD}",
     "model.language.q_lora_rank=null", "train.rows_per_microbatch=2", "data.rows_per_step=8",
     *layout(),
@@ -39,7 +39,8 @@ def test_maxima_are_those_of_all_pairs_of_all_microbatches(proof):
     brute = proof["brute"].amax(1)
     torch.testing.assert_close(proof["first"], brute, rtol=1e-5, atol=1e-7)
     assert torch.equal(proof["max_logits"], proof["first"].amax(1).double())
-    # The figures could not be had otherwise: padding, many documents, no microbatch holds them all.
+    # The test is not vacuous: there are padding and many documents, and maxima in several
+    # microbatches.
     assert proof["padding"] > 0
     assert proof["brute"].shape[1] == 4 < proof["documents"]
     assert (proof["brute"].argmax(1).flatten().bincount(minlength=4) > 0).sum() > 1
@@ -51,7 +52,7 @@ def test_the_clip_brings_a_head_to_the_threshold_and_leaves_the_others(proof):
     assert proof["clipped_heads"] == over.sum() >= 2
     assert over[0].tolist() == [False, True, False, False]
     assert over[2, 3]
-    # The first layer's inputs are the same, so its logits are gamma times what they were.
+    # The first layer's inputs are unchanged, so its logits scale by gamma.
     assert second[0, 1].item() == pytest.approx(THRESHOLD, rel=1e-5)
     assert torch.equal(second[0, ~over[0]], first[0, ~over[0]])
 
@@ -84,7 +85,7 @@ def test_kernels_that_are_not_there_are_one_clear_error(wiring):
 
 
 def test_our_side_of_flex_attention(wiring):
-    """The operator computes on a CPU what its Triton code does on a GPU."""
+    """On a CPU the operator computes the same as its Triton code on a GPU."""
     flex, portable = wiring["flex"], wiring["portable"]
     assert wiring["flex modules"] == ["FlexCoreAttention"] * 4
     assert flex["loss"] == pytest.approx(portable["loss"], rel=1e-6)
@@ -94,14 +95,14 @@ def test_our_side_of_flex_attention(wiring):
 
 
 def assert_same_gradients(found, wanted):
-    """In fp32: in bf16 some token goes to another expert."""
+    """Compare in fp32; in bf16 some tokens route to another expert."""
     for name, grad in wanted.items():
         error = torch.linalg.vector_norm(found[name] - grad)
         assert error <= 1e-5 * torch.linalg.vector_norm(grad), name
 
 
 def test_our_side_of_transformer_engine_s_attention(wiring):
-    """Over a plain kernel of the same contract; the real one has not been run."""
+    """Uses a plain kernel with the same interface; the real one has not been run."""
     fused, portable = wiring["transformer_engine"], wiring["portable"]
     assert wiring["fused modules"] == len(fused["maxima"]) == 4
     assert fused["loss"] == pytest.approx(portable["loss"], rel=1e-6)

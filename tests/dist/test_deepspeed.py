@@ -1,7 +1,7 @@
-"""DeepSpeed's ZeRO-1 and ZeRO-2 against our own engine with AdamW, on the encoder alone.
+"""DeepSpeed's ZeRO-1 and ZeRO-2 against our own optimizer with AdamW, on the encoder alone.
 
-Items are encoded by the ranks that hold their rows (`dep.assign: owner`), so that ranks have uneven
-numbers of them, and none.
+The ranks that hold an item's row encode it (`dep.assign: owner`), so that ranks have uneven numbers
+of items, including none.
 """
 
 import json
@@ -27,13 +27,13 @@ COMMON = (
     "dep.assign=owner", f"train.steps={STEPS}", "optim.warmup_steps=2", "train.seed=1",
     "optim.groups={vision_tower: {lr_scale: 0.5, weight_decay: 0.02}}",
     "data.vision_token_ratio=0.1", "model.language.num_layers=2", "model.language.num_experts=4",
-    # Several buckets, and tensors that do not fit into one.
+    # Several buckets, and tensors larger than one bucket.
     "optim.bucket_elements=5000",
 )  # fmt: skip
 
 
 def jobs(data_root, world: int, **more):
-    """Our own engine and both stages, in `world` processes."""
+    """Return jobs for our own optimizer and both stages, in `world` processes."""
     common = (*COMMON, *layout(dp=world), f"data.root={data_root}")
     stages = {"own": "null", "zero1": "zero1", "zero2": "zero2"}
     return {
@@ -51,7 +51,7 @@ def worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> fl
 
 
 def check_equal(found: dict, own: dict, limit: float = 1e-6) -> None:
-    """Losses to 1e-6 and weights to `limit` after all steps; the state to a hundred times that."""
+    """Check losses to 1e-6 and final weights to `limit`; the state to a hundred times that."""
     for (loss, norm, items), (own_loss, own_norm, own_items) in zip(found["lines"], own["lines"]):
         assert items == own_items
         assert abs(loss - own_loss) <= 1e-6 * own_loss
@@ -67,7 +67,7 @@ def check_equal(found: dict, own: dict, limit: float = 1e-6) -> None:
 
 @pytest.fixture(scope="module")
 def two(data_root, tmp_path_factory):
-    """Two ranks; the second half of each way is done again from a checkpoint."""
+    """Two ranks; each run repeats its second half from a checkpoint."""
     folder = tmp_path_factory.mktemp("two")
     places = {name: (f"checkpoint.place={folder / name}",) for name in ("own", "zero1", "zero2")}
     first = jobs(data_root, 2, **places)
@@ -92,7 +92,7 @@ def test_two_ranks_are_our_own_engine(two, stage):
     assert start.optim.deepspeed is None  # the default
     moved = [line[0] for line in found["own"]["lines"]]
     assert moved[-1] < moved[0]
-    assert any(0 in items for _, _, items in found["own"]["lines"])  # a rank without media
+    assert any(0 in items for _, _, items in found["own"]["lines"])  # some rank has no media
 
 
 def test_the_plan_of_memory_counts_what_deepspeed_holds(two):
@@ -103,7 +103,7 @@ def test_the_plan_of_memory_counts_what_deepspeed_holds(two):
         for stage in (None, "zero1")
     )
     elements = sum(one.numel() for one in found["own"]["weights"].values())
-    gradients = 2 * 4 * elements // 2  # of a shard, as they arrive and as they are used
+    gradients = 2 * 4 * elements // 2  # of a shard, as received and as used
     lasting = sharded - plain - gradients
     for stage in ("zero1", "zero2"):  # two groups, each padded
         assert 0 <= found[stage]["bytes"] - lasting <= 200
@@ -129,7 +129,7 @@ def test_a_step_that_is_not_finite_changes_nothing(two, stage):
 
 
 def test_masters_of_bfloat16_are_our_own_engine_s(two):
-    """The type of every real run: fp32 masters in DeepSpeed's shards, weights as they round."""
+    """Covers the dtype of all real runs: fp32 masters in DeepSpeed's shards, rounded weights."""
     _, found = two
     zero, own, again = (
         found[name] for name in ("zero1 masters", "own masters", "zero1 masters again")
@@ -147,7 +147,7 @@ def test_masters_of_bfloat16_are_our_own_engine_s(two):
 
 
 def test_one_process_goes_on_from_two_under_any_engine(two, data_root, tmp_path):
-    """To 1e-6 among each other; to the two ranks as near as AdamW lets another order of sums be."""
+    """Agree to 1e-6, and with two ranks as closely as AdamW allows for another order of sums."""
     folder, found = two
     place = (f"checkpoint.place={folder / 'zero2'}",)
     resumed = jobs(data_root, 1, own=place, zero1=place)
@@ -160,9 +160,9 @@ def test_one_process_goes_on_from_two_under_any_engine(two, data_root, tmp_path)
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [3, 4])
 def test_the_first_moments_are_our_own_engine_s(data_root, tmp_path, world):
-    """Before AdamW has divided anything away: what a step's gradient is, to rounding.
+    """The first moments equal a step's gradient to rounding, before AdamW divides by anything.
 
-    A third is no power of two: what DeepSpeed divides by is not what we multiply with, bit for bit.
+    With three ranks, DeepSpeed's division and our multiplication by 1/3 differ in bits.
     """
     first = ("train.steps=1", f"data.rows_per_step={2 * world}")
     done = run_jobs(
@@ -177,10 +177,10 @@ def test_the_first_moments_are_our_own_engine_s(data_root, tmp_path, world):
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 4])
 def test_any_number_of_ranks_is_our_own_engine(two, data_root, tmp_path, world):
-    """All the way, with steps without any media; and going on from a checkpoint of two ranks.
+    """Full runs that include steps without media, and resumes from a checkpoint of two ranks.
 
-    Four ranks add gradients up in another order for one owner than for all. How far that alone
-    leads is measured: our own engine against its plain twin, which sums for all.
+    Four ranks sum gradients in another order for one owner than for all. Our own optimizer against
+    its plain twin, which sums for all, measures the effect of this order.
     """
     folder, _ = two
     place = (f"checkpoint.place={folder / 'zero1'}",)
@@ -201,7 +201,7 @@ def test_any_number_of_ranks_is_our_own_engine(two, data_root, tmp_path, world):
 
 @pytest.mark.slow
 def test_the_command_saves_and_goes_on(data_root, tmp_path, monkeypatch):
-    """The same command, run folder and resume as ever; and nothing is compiled."""
+    """Command, run folder and resume are unchanged, and nothing is compiled."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "compiled"))
     common = (
         *COMMON, *layout(dp=2), f"data.root={data_root}", "optim.deepspeed=zero2",

@@ -1,4 +1,4 @@
-"""DEP in a real layout: every way to do the encoder's work comes to the same gradients (I2)."""
+"""DEP in a real layout: all ways to run the encoder give the same gradients (I2)."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
 
 def worst(found: dict, expected: dict) -> tuple[float, str]:
-    """The largest relative difference of any parameter's gradient, and whose it is."""
+    """Return the largest relative difference of any parameter's gradient, and its name."""
     assert found.keys() == expected.keys()
     errors = {
         name: float((found[name].double() - wanted.double()).norm() / wanted.double().norm())
@@ -34,9 +34,10 @@ FROZEN = {
 
 
 def check_frozen(found: dict, plain: dict, unbalanced: dict) -> None:
-    """What is trained gets the gradients it always gets; what is frozen has none, and no phases.
+    """Check that trained parts get their usual gradients, and frozen parts get none and no phases.
 
-    Beside a frozen language model those without balance loss, which has nothing to balance there.
+    With a frozen language model, the reference has no balance loss, because it cannot balance
+    anything.
     """
     for name, parts in FROZEN.items():
         expected = unbalanced if "language_model" in parts else plain
@@ -51,7 +52,7 @@ def check_frozen(found: dict, plain: dict, unbalanced: dict) -> None:
 
 
 def check_held_out(found: dict, plain: dict) -> None:
-    """A validation before the step comes to the same; the gradients below come after it."""
+    """Check that a validation before the step agrees; the gradients are computed after it."""
     wanted, shared = plain["held out"]
     assert shared == 0
     assert wanted["vision_tokens"] > 100
@@ -71,7 +72,7 @@ MEANS = ("loss", "loss_by_source", "loss_by_position")
 
 
 def test_every_way_to_encode_comes_to_the_same(data_root, tmp_path):
-    """The baseline, kept activations, other chunks, other ranks, shared items: PP2 x EP2, fp32."""
+    """Covers the baseline, kept activations, chunks, other ranks, shared items: PP2 x EP2, fp32."""
     axes = layout(pp=2, dp=2, ep=2)
     root = f"data.root={data_root}"
     few = "train.rows_per_microbatch=2", "data.rows_per_step=8"
@@ -85,7 +86,7 @@ def test_every_way_to_encode_comes_to_the_same(data_root, tmp_path):
         error, parameter = worst(variant["gradients"], plain["gradients"])
         assert error <= 1e-5, (name, parameter, error)
         assert abs(variant["loss"] - plain["loss"]) <= 1e-6 * plain["loss"], name
-    # What changes no arithmetic changes no bit.
+    # Settings that do not change arithmetic do not change any bit.
     for name in ("kept", "offloaded", "small chunks"):
         for parameter, gradient in found[name]["gradients"].items():
             assert torch.equal(gradient, plain["gradients"][parameter]), (name, parameter)

@@ -1,6 +1,6 @@
-"""The dry run: published counts, the balance of the optimizer's work, and the owners of a real job.
+"""Dry run: published counts, the balance of optimizer work, and the owners of a real job.
 
-In processes of its own: the engine patches torch for the whole process.
+It runs in separate processes, because the engine patches torch for the whole process.
 """
 
 import json
@@ -77,7 +77,7 @@ def test_the_presets_of_stages_train_their_part_alone(preset, groups, tmp_path):
 
 
 def check_table(rows: list[dict[str, str]], result: dict) -> None:
-    """Every parameter is in it once, with an owner; folded it has as many tensors."""
+    """Check that each parameter occurs once with an owner, and the folded table is complete."""
     assert len({row["name"] for row in rows}) == len(rows)
     elements = 0
     for row in rows:
@@ -93,7 +93,7 @@ def check_table(rows: list[dict[str, str]], result: dict) -> None:
 
 
 def check_one_t(result: dict, lines: list[str]) -> None:
-    """Kimi K2.5 as shipped: the balance that is promised."""
+    """Check the promised balance of Kimi K2.5 as shipped."""
     assert len(result["stages"]) == 16
     memory = result["memory"]["stages"]
     assert max(stage["peak"] for stage in memory) <= 141e9
@@ -114,7 +114,7 @@ def check_one_t(result: dict, lines: list[str]) -> None:
     assert flops["mean"] == pytest.approx(sum(means) / len(means))
     assert flops["ratio"] == pytest.approx(flops["largest"] / flops["mean"])
     assert flops["ratio"] <= 1.15
-    # bf16 weights: 8 bytes of momentum and master for an element of Muon's, 12 for AdamW's.
+    # bf16 weights: 8 bytes of momentum and master per element for Muon, 12 for AdamW.
     adamw = 2 * 163_840 * 7_168
     assert optimizer["state_bytes"]["mean"] * 256 / 1e9 == pytest.approx(
         (8 * (result["language_model"] - adamw) + 12 * adamw) / 1e9, rel=1e-3
@@ -175,14 +175,14 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def tables() -> dict:
-    """The small job's table, and those of variants of it."""
+    """The tables of the small job and its variants."""
     done = fork_server.run(["-c", SCRIPT, *SMALL, *LAYOUT], 150)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_the_meta_device_is_heeded_beside_the_engine(tables):
-    """Its patches hid the factories from `with torch.device`: an encoder's numbers were filled."""
+    """The engine's patches hid the factories from `with torch.device`: encoders were allocated."""
     assert tables["device"] == "meta"
 
 
@@ -203,7 +203,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def jobs(data_root, tmp_path_factory) -> dict:
-    """What real jobs of four processes own and hold."""
+    """Owners and memory of real jobs of four processes."""
     data = f"data.root={data_root}"
     more = data, *LAYOUT, "data.rows_per_step=8"  # media for every rank
     actions = {"owners": ("owners", (data, *LAYOUT)), "exchange": ("exchange", more)}
@@ -212,7 +212,7 @@ def jobs(data_root, tmp_path_factory) -> dict:
 
 
 def test_owners_are_those_of_a_real_job(tables, jobs):
-    """Four processes, PP2 x EP2 x DP2: every tensor, by the rank that says it owns it."""
+    """Four processes, PP2 x EP2 x DP2: every tensor has the planned owner."""
     rows = read_table(tables["job"])
     assert {row["name"]: int(row["owner"]) for row in rows} == jobs["owners"]
     assert set(jobs["owners"].values()) == {0, 1, 2, 3}
@@ -220,8 +220,10 @@ def test_owners_are_those_of_a_real_job(tables, jobs):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_states_of_the_plan_are_those_of_a_real_job(name, jobs):
-    """Storages after a step, to the byte: every rank's weights and gradients, and the state of each
-    stage's fullest rank, which is the one that is told.
+    """Storages after a step agree to the byte: weights, gradients, optimizer state.
+
+    Weights and gradients are compared on every rank, the state on each stage's fullest rank, which
+    is the reported one.
     """
     plan = plan_memory(load_config("tiny_cpu", [*SMALL, *LAYOUTS[name]]))
     for stage in plan.stages:
@@ -236,9 +238,9 @@ def test_states_of_the_plan_are_those_of_a_real_job(name, jobs):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_each_rank_writes_as_much_of_a_checkpoint_as_is_planned(name, jobs):
-    """By the writers that a save chooses among those who hold a tensor, to the byte."""
+    """The writers that a save picks among the holders of a tensor write the planned bytes."""
     config = load_config("tiny_cpu", [*SMALL, *LAYOUTS[name]])
-    small = ("e_score_correction_bias", "optim.step")  # told to be left out
+    small = ("e_score_correction_bias", "optim.step")  # excluded from the plan
     held = [
         {name: size for name, size in rank["saved"].items() if not name.endswith(small)}
         for rank in jobs[name]
@@ -251,11 +253,11 @@ def test_each_rank_writes_as_much_of_a_checkpoint_as_is_planned(name, jobs):
 
 
 def test_the_exchange_takes_what_the_plan_counts(jobs):
-    """In rounds: what arrives at once, once more what a rank encodes, and two buffers."""
+    """In rounds: the received bytes, at most twice the encoded bytes, and two buffers."""
     for held in jobs["exchange"]:
         encoded, received = held["encoded"], held["received"]
         assert (received > 0) == (held["stage"] == 0)
-        assert encoded > 4 * BUDGET  # rounds
+        assert encoded > 4 * BUDGET  # enough for several rounds
         for way in ("over", "back"):
             assert encoded + received < held[way] <= 2 * encoded + received + 2 * BUDGET
         assert held["leaves"] == received
@@ -263,7 +265,7 @@ def test_the_exchange_takes_what_the_plan_counts(jobs):
 
 @pytest.mark.parametrize("kind", ["flex", "transformer_engine"])
 def test_an_attention_that_cannot_run_here_is_counted(kind, tables):
-    """A cluster's config is looked at on a laptop."""
+    """A cluster's config can be inspected on a laptop."""
     assert tables[kind] == tables["bfloat16"]
 
 
@@ -279,13 +281,13 @@ def test_frozen_parts_have_no_owner(tables):
 
 @pytest.mark.parametrize("name", ["job", "frozen", "slices", "siglip"])
 def test_the_plan_of_memory_counts_what_is_built(name, tables):
-    """From names and shapes alone: owners, and weights of every stage, in float32."""
+    """Needs only names and shapes for owners, and weights of every stage in float32."""
     planned = tables["planned"][name]
     assert planned["owners"]
     assert planned["loads"]
     for weights, parameters in zip(planned["weights"], planned["parameters"], strict=True):
         whole = weights // 4 - planned["encoder"] - parameters
-        assert (whole == 0) == (name != "slices")  # beside its slices a rank keeps whole tensors
+        assert (whole == 0) == (name != "slices")  # besides its slices, a rank keeps whole tensors
         assert whole >= 0
     assert planned["siglip"] == (name == "siglip")
 

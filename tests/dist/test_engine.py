@@ -1,6 +1,6 @@
 """Our layers in Megatron-Core, against plain twins and against transformers' DeepSeek-V3.
 
-They run in processes of their own: the host backend patches torch for the whole process.
+They run in separate processes, because the host backend patches torch for the whole process.
 """
 
 import pytest
@@ -11,7 +11,7 @@ from tests.dist.jobs import Job, layout, run_jobs
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
 
-# Of YaRN's temperatures one case has that of the logits, the other that of the rotary embedding.
+# One case covers YaRN's temperature of the logits, the other that of the rotary embedding.
 TEMPERATURE = "model.language.yarn={factor: 4.0, original_max_position: 32, mscale_all_dim: 0.0}"
 ORACLES = {
     "query latent, YaRN": ("model.language.yarn={factor: 4.0, original_max_position: 32}",),
@@ -55,13 +55,13 @@ def test_logits_equal_deepseek_v3(name, found):
 
 
 def test_a_tie_is_followed_and_a_fault_is_not(found):
-    """Two experts with one weight: which of them a token takes is rounding, and so is told."""
+    """If two experts have equal weights, rounding decides the route, which is reported as a tie."""
     followed, alone, fault = (found["ties"][case] for case in ("followed", "alone", "fault"))
     assert followed["passed"], followed
-    first, second = followed["routes"]  # the update after the first sets the two apart
+    first, second = followed["routes"]  # the update after the first step separates the two experts
     assert 50 < first["at_ties"] < first["tokens"]
     assert first["wrong"] == second["wrong"] == 0
-    # The same runs, of which the reference takes its own routes: ten thousand times as far apart.
+    # If the reference uses its own routes, the same runs differ ten thousand times as much.
     assert max(group["error"] for group in alone["groups"]) > 1e-2
     assert all(step["wrong"] and not step["at_ties"] for step in alone["routes"])
     assert not fault["passed"]

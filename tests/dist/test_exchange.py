@@ -1,4 +1,4 @@
-"""The exchange and the gradient sum between real processes; see exchange_case.py."""
+"""Exchange and gradient sum between real processes; see exchange_case.py."""
 
 import pytest
 

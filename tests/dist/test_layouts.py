@@ -1,4 +1,4 @@
-"""The same rows, losses and gradients in every layout: guards the host backend (I2, I4, I5)."""
+"""Every layout has the same rows, losses and gradients: guards the host backend (I2, I4, I5)."""
 
 import json
 
@@ -14,7 +14,7 @@ from tests.dist.jobs import SMALL, layout, run_jobs
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
-# A threshold this low makes QK-Clip act in every step, so that it too is compared.
+# With a threshold this low QK-Clip acts in every step, so that it is compared too.
 CLIP = "optim.qk_clip_threshold=0.05"
 FOUR = dict(pp=2, dp=2, ep=2)
 LAYOUTS = {
@@ -22,7 +22,7 @@ LAYOUTS = {
     "PP2 with VPP2 x EP2": FOUR | dict(vpp=2),
     "DP4 with EP2, experts in two copies": dict(dp=4, ep=2),
 }
-# Parts of those; gradients of the third are compared in every run of the tests.
+# Parts of those layouts; every test run compares gradients of the third.
 SLOW = {
     "PP2 with VPP2": dict(pp=2, vpp=2),
     "EP2": dict(dp=2, ep=2),
@@ -35,13 +35,13 @@ SPARSE = {
     "an item now and then": ("data.vision_token_ratio=0.01",),
 }
 STEPS = "train.steps=2"
-# As many microbatches that stages work forward and backward in turns; of the usual four all go
-# forward first.
+# Enough microbatches for alternating forward and backward passes; with the usual four, all forward
+# passes come first.
 EIGHT_ROWS = "data.rows_per_step=8"
 INTERLEAVED = "PP2 with VPP2 x EP2"
 DTYPES = {"float32": 1e-5, "float64": 1e-10}
-# The one process has its rows as they are drawn: another order of microbatches is another order of
-# sums, and nothing else.
+# One process keeps the drawn row order. Another order of microbatches only changes the order of
+# sums.
 LIGHT_ENDS = "data.order_rows=light_ends"
 NO_BALANCE_LOSS = "model.language.aux_loss_coeff=0.0"
 
@@ -62,7 +62,7 @@ def losses(axes=None, *overrides):
 
 
 def emptied(data_root, folder):
-    """Tombstones that leave the first replica's rows of the second step without a sample."""
+    """Return tombstones that empty the first replica's rows of the second step."""
     keys = [*SMALL, *layout(), f"data.root={data_root}"]
     data = load_config("tiny_cpu", keys).data
     planner = Planner([read_index(FolderStore(data_root), n) for n in data.source_names], data)
@@ -79,7 +79,7 @@ def emptied(data_root, folder):
 
 
 def own_lists(folder):
-    """A list for each of two ranks, as one that is replaced while they start; other samples."""
+    """Return a job whose two ranks find different lists, as if the file changed meanwhile."""
     for name, number in (("list", 0), ("list_0", 1), ("list_1", 2)):
         lines = [
             {"source": source, "key": f"{key}000{number}", "from_step": 2}
@@ -97,7 +97,7 @@ def run_all(jobs, processes, data_root, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(data_root, tmp_path_factory):
-    """processes -> results by name: all jobs of so many processes run in one go."""
+    """Map processes -> results by name; all jobs of one process count run together."""
 
     single = {
         "losses": losses(),
@@ -137,7 +137,7 @@ def found(data_root, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def slow(data_root, tmp_path_factory):
-    """The same of the layouts in `SLOW`, and what other jobs of `found` hold in part."""
+    """Results of the layouts in `SLOW`, and of jobs that `found` covers in part."""
     jobs: dict[int, dict] = {2: {}, 4: {}}
     for name, axes in SLOW.items():
         jobs[processes_of(axes)][name] = losses(axes)
@@ -162,7 +162,7 @@ def assert_same(steps, expected, rel=1e-5):
 
 
 def assert_same_losses(step, wanted, rel=1e-5):
-    """The losses by source and by place; those of all sources are those of the step."""
+    """Check the losses by source and position, and that they sum to the step's loss."""
     for name, values in wanted["table"].items():
         seen = {key: value for key, value in values.items() if value is not None}
         found = {key: value for key, value in step["table"][name].items() if value is not None}
@@ -196,14 +196,14 @@ def check_losses(steps, one_process):
 
 @pytest.mark.slow
 def test_the_order_of_microbatches_changes_rounding_alone(found, slow):
-    """In every run a resume and the gradients in float64 have it."""
+    """Resumes and the float64 gradients cover this order in every test run."""
     steps, drawn = slow[4]["light ends"], found[4][INTERLEAVED]
     assert_same(steps, found[1][INTERLEAVED])
     assert [step["grad_norm"] for step in steps] != [step["grad_norm"] for step in drawn]
 
 
 def test_the_weights_move(found):
-    """The control of the test above: without updates the later losses are other ones."""
+    """Control of the test above: without updates the later losses differ."""
     frozen, one_process = found[1]["no updates"], found[1]["losses"]
     assert frozen[0]["loss"] == one_process[0]["loss"]
     for step, moved in zip(frozen[1:], one_process[1:], strict=True):
@@ -224,13 +224,13 @@ def test_a_replica_whose_rows_tombstones_have_emptied(found):
 
 
 def test_all_ranks_have_the_tombstones_that_rank_0_has_read(found):
-    """[source, sample, step from 0] of the data, and of the held-out ones."""
+    """Compares [source, sample, step from 0] of the training and the held-out data."""
     first, second = found[2]["own lists"]
     assert first == second == [[[1, 1, 1]], [[1, 1, 1]]]
 
 
 def test_rows_of_a_microbatch_do_not_meet(found):
-    """One row or two in a microbatch: the same numbers, but for the routers' balance loss."""
+    """One or two rows per microbatch agree, except for the routers' balance loss."""
     assert_same(found[1]["two rows"], found[1]["a row"])
 
 
@@ -242,7 +242,7 @@ def test_bf16_follows_fp32(found):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dep_gradients_equal_colocated_encoder(dtype, found):
-    """DEP in PP2 x EP2 against the encoder in the graph in one process, every parameter."""
+    """DEP in PP2 x EP2 against one process with the encoder in the graph, every parameter."""
     gradients, wanted = found[4][dtype], found[1][dtype]
     assert sorted(gradients) == sorted(wanted)
     for name, gradient in wanted.items():
@@ -272,7 +272,7 @@ def test_a_wrong_bit_in_one_copy_is_named_when_its_turn_comes(job, request):
     other, told, another = planted["told"]
     assert told.startswith(f"step 2: {planted['name']} is one on rank 0, another on rank 1: ")
     assert (other, another) == ("", "")
-    assert planted["equal again"]  # after the update nobody could know
+    assert planted["equal again"]  # after the update the error is undetectable
 
 
 @pytest.mark.parametrize("processes", [1, 4])
@@ -290,10 +290,10 @@ def test_a_step_that_is_not_finite_changes_nothing(found):
     "name", ["validated in four", pytest.param("validated, rows shared", marks=pytest.mark.slow)]
 )
 def test_held_out_losses_are_those_of_one_process(name, found, request):
-    """Rows without a sample, other steps, an unusable sample: the same numbers."""
+    """Numbers agree despite rows without a sample, other steps and an unusable sample."""
     known = found if name in found[4] else request.getfixturevalue("slow")
     several, one = known[4][name], found[1]["validated"]
-    for line, wanted in zip(several["lines"], one["lines"]):  # of shared rows before the steps
+    for line, wanted in zip(several["lines"], one["lines"]):  # shared rows: only before the steps
         for count in ("step", "kind", "loss_tokens", "loss_tokens_by_source",
                       "loss_tokens_by_position", "text_tokens", "vision_tokens",
                       "skipped_samples"):  # fmt: skip

@@ -1,4 +1,4 @@
-"""Saved tensors made again, in FP8 or in host memory: a step in several layouts, bit for bit."""
+"""Tensors recomputed, stored in FP8 or offloaded: a step in several layouts, bit for bit."""
 
 from collections import Counter
 from functools import cache
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 INTERLEAVED = dict(pp=2, vpp=2, dp=2, ep=2)
 JOBS: dict[str, tuple[dict, tuple[str, ...]]] = {
-    # As many rows that stages work forward and backward in turns.
+    # Enough rows for alternating forward and backward passes.
     "PP2 x VPP2 x EP2": (INTERLEAVED, ("data.rows_per_step=8",)),
     "experts overlapped": (INTERLEAVED, ("layout.overlap_experts=true", "data.rows_per_step=8")),
     "PP2 x CP2, EP2, bfloat16": (
@@ -24,8 +24,8 @@ JOBS: dict[str, tuple[dict, tuple[str, ...]]] = {
 }
 
 
-FIRST, *_ = JOBS  # in which every policy is tried
-SINGLE = ("norms", "swiglu", "mla_up")  # `test_memory_plan` holds their bytes in every run
+FIRST, *_ = JOBS  # every policy runs in this one
+SINGLE = ("norms", "swiglu", "mla_up")  # `test_memory_plan` checks their bytes in every test run
 CASES = [
     pytest.param(FIRST, policy, marks=[pytest.mark.slow] * (policy in SINGLE))
     for policy in POLICIES
@@ -41,7 +41,7 @@ def cases(*among):
 
 @pytest.fixture(scope="module")
 def results(data_root, tmp_path_factory):
-    """Whether of slow policies -> results by name of the job."""
+    """A function from "slow policies?" to results by job name."""
 
     @cache
     def find(slow):
@@ -68,7 +68,7 @@ def run(data_root, folder, slow):
 
 @cases(*EQUALS)
 def test_no_bit_changes(job, policy, found):
-    """Loss, gradients, gradients of vision embeddings, maxima of attention, routing biases."""
+    """Compares loss, gradients, vision embedding gradients, attention maxima and routing biases."""
     result = found[job][policy]
     assert result["differing"] == []
     assert result["compared"] > (20 if "frozen" in job else 100)
@@ -77,11 +77,11 @@ def test_no_bit_changes(job, policy, found):
 
 @cases("fp8")
 def test_fp8_changes_gradients_and_nothing_of_the_forward_pass(job, policy, found):
-    """The control of the test above, too: what is compared can differ."""
+    """Also the control of the test above: the compared values can differ."""
     differing = found[job][policy]["differing"]
     assert differing
     assert not [name for name in differing if name.startswith(("loss", "maxima", "routing"))]
-    assert found[job][policy]["error"][0] <= 0.06  # the farthest of all gradients
+    assert found[job][policy]["error"][0] <= 0.06  # largest error of all gradients
 
 
 @cases("offload", "recompute, offload", "fp8, offload")
@@ -96,21 +96,21 @@ def test_nothing_is_held_after_a_step_and_an_evaluation(job, policy, found):
 
 @cases(*(name for name in POLICIES if name != "none"))
 def test_the_policy_acts_in_every_module(job, policy, found):
-    """Where nothing is treated, the bits are those of no policy, too."""
+    """Without it, an inactive policy would also pass the bit comparison."""
     of_job, settings, trained = found[job], POLICIES[policy], "frozen" not in job
     layers, dense = of_job["layers"], of_job["dense layers"]
     assert layers > dense > 0
     sparse = layers - dense
     wanted = {"groups": layers, "saving FirstNorm": layers, "saving PackedLatentAttention": layers}
     wanted |= {"saving DenseMlp": dense, "saving SharedExperts": sparse}
-    wanted["saving PartNorm"] = 3 * layers  # the latents' two and the one before the MLP
+    wanted["saving PartNorm"] = 3 * layers  # the two latent norms and the norm before the MLP
     wanted |= {"saving GroupedExperts": sparse, "saving PaddingAwareRouter": sparse}
     kinds = settings.get("recompute", [])
     shared = "CP2" in job
-    if shared:  # keys and values of some heads, twice in the one job, each of latents in bfloat16
-        # that are made of the row's in float32; outputs put together
+    if shared:  # keys and values of some heads (in one job twice, from bfloat16 latents
+        # cast from the row's float32 latents), and concatenated outputs
         wanted["row PackedLatentAttention"] = layers * (5 if "bfloat16" in job else 2)
-    if "mla_up" in kinds:  # queries, and latents that are gathered
+    if "mla_up" in kinds:  # queries, and gathered latents
         wanted["mla_up PackedLatentAttention"] = layers * (2 if shared else 1)
     if "norms" in kinds and trained:
         wanted |= {"norms FirstNorm": layers, "norms PartNorm": 3 * layers}
@@ -120,18 +120,18 @@ def test_the_policy_acts_in_every_module(job, policy, found):
     if settings.get("fp8_storage"):
         wanted |= {"fp8 DenseMlp": dense, "fp8 SharedExperts": sparse}
         wanted["fp8 GroupedExperts"] = 2 * sparse
-        # Products with frozen weights save no input: SwiGLU alone does.
+        # Products with frozen weights save no input; only SwiGLU does.
         wanted["codes"] = dense + (3 if trained else 2) * sparse
     done = sum((Counter(done) for done, _, _ in of_job[policy]["did"]), Counter())
     assert done.pop("saving LastNorm") > 0
-    if not trained:  # the norms whose gradients are needed all the same
+    if not trained:  # the norms whose gradients are still needed
         assert ("norms" in kinds) == (done.pop("norms PartNorm", 0) > 0)
     assert dict(done) == wanted
 
 
 @cases("offload", "recompute, offload", "fp8, offload")
 def test_offload_moves_what_is_saved(job, policy, found):
-    """On every rank, with a group for each layer and microbatch."""
+    """Moves tensors on every rank, with a group for each layer and microbatch."""
     for done, peak, groups in found[job][policy]["did"]:
         assert groups == done["groups"] > 0
         assert 0 < peak["moving"] <= peak["host"]
@@ -139,7 +139,7 @@ def test_offload_moves_what_is_saved(job, policy, found):
 
 @cases("offload", "recompute, offload", "fp8, offload")
 def test_what_is_let_go_is_free(job, policy, found):
-    """No schedule holds it, but for the input of the microbatch that was run last."""
+    """Only the input of the last microbatch may still be held by a schedule."""
     for _, peak, _ in found[job][policy]["did"]:
         assert peak["left"] <= found[job]["bytes of a residual"] < peak["host"] / 5
 

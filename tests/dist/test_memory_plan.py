@@ -1,4 +1,4 @@
-"""The plan of memory against what is there: bytes kept of a layer, microbatches in flight."""
+"""Memory plan against measurements: bytes kept of a layer, microbatches in flight."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.dist.jobs import SMALL, layout, run_jobs
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
-# K2's shape with small widths, no two of them equal.
+# K2's shape with small widths, all different.
 K2 = (
     "model.language.hidden_size=96", "model.vision.out_width=96", "model.language.num_heads=4",
     "model.language.qk_nope_dim=16", "model.language.qk_rope_dim=8", "model.language.v_dim=20",
@@ -19,7 +19,7 @@ K2 = (
     "model.language.num_shared_experts=2", "train.attention=portable", "data.rows_per_step=8",
 )  # fmt: skip
 EVERYTHING = "train.recompute=[norms, swiglu, mla_up]"
-SLOW = ("all", "CP2, mla_up", "PP2")  # others hold each part of these
+SLOW = ("all", "CP2, mla_up", "PP2")  # other cases cover each part of these
 POLICIES = {
     "none": ("train.dtype=bfloat16",),
     "none, float32, no query latent": ("train.dtype=float32", "model.language.q_lora_rank=null"),
@@ -29,8 +29,8 @@ POLICIES = {
     "fp8": ("train.dtype=bfloat16", "train.fp8_storage=true"),
     "all": ("train.dtype=bfloat16", EVERYTHING, "train.fp8_storage=true"),
     "all, offload": ("train.dtype=bfloat16", EVERYTHING, "train.fp8_storage=true",
-                     "train.offload=true", "train.offload_min_mib=1e-4"),  # all but scalars
-    # Gradients pass through, products keep nothing; recipes and the router keep what they read.
+                     "train.offload=true", "train.offload_min_mib=1e-4"),  # everything but scalars
+    # Gradients pass through and products keep nothing; recomputation and router keep their inputs.
     "frozen": ("train.dtype=bfloat16", "train.frozen=[language_model]"),
     "frozen, mla_up, no query latent": (
         "train.dtype=bfloat16", "train.frozen=[language_model]", "train.recompute=[mla_up]",
@@ -38,8 +38,8 @@ POLICIES = {
     "frozen, all": ("train.dtype=bfloat16", "train.frozen=[language_model]", EVERYTHING,
                     "train.fp8_storage=true"),
 }  # fmt: skip
-# Six heads, of which keys and values of four exist at a time. Attention's output is kept in as many
-# pieces: of the last case the first is large enough to be moved, the second is not.
+# Six heads, with keys and values of four at a time. Attention's output is kept in as many pieces.
+# In the last case only the first piece is large enough to be offloaded.
 SHARED = {
     "CP2": (),
     "CP2, frozen": ("train.frozen=[language_model]",),
@@ -63,7 +63,7 @@ SCHEDULES = {
 
 
 def run(data_root, folder, wanted: set[str]):
-    """Results of some of the jobs, by name."""
+    """Return the results of some jobs, by name."""
     data = f"data.root={data_root}"
     kept = {
         name: ("kept_bytes", (data, *layout(), *K2, *settings))
@@ -81,7 +81,7 @@ def run(data_root, folder, wanted: set[str]):
 
 @pytest.fixture(scope="module")
 def runs(data_root, tmp_path_factory):
-    """Finds results, of the slow jobs when one of them is asked for."""
+    """A function that returns results; it runs the slow jobs on first request."""
     slow, known = set(SLOW), {}
     fast = {*POLICIES, *SHARED, *PLANNED, *SCHEDULES} - slow
 
@@ -100,14 +100,14 @@ def found(name, runs):
 
 
 def names(*known):
-    """All of these; the slow ones in `make test-all`."""
+    """Return parameters for all these cases; the slow ones run in `make test-all`."""
     marks = {name: pytest.mark.slow for name in SLOW}
     return [pytest.param(name, marks=marks.get(name, ())) for some in known for name in some]
 
 
 @pytest.mark.parametrize("name", names(POLICIES, SHARED))
 def test_kept_bytes_are_those_of_the_formulas(name, found):
-    """Those on the device, where some wait on the host."""
+    """With offload, only the bytes on the device count."""
     config = load_config("tiny_cpu", [*SMALL, *layout(), *K2, *(POLICIES | SHARED)[name]])
     parts = {
         "experts": layer_tensors(config, dense=False),
@@ -125,12 +125,10 @@ def test_microbatches_in_flight_are_those_of_the_schedule(name, found):
     config = load_config("tiny_cpu", [*SMALL, *SCHEDULES[name]])
     for stage, held, outputs in found:
         assert held == microbatches_in_flight(config, stage, [1] * config.layout.vpp)
-        assert outputs <= 1  # it is let go once it is sent
+        assert outputs <= 1  # an output is released once it is sent
 
 
 @pytest.mark.parametrize("name", PLANNED)
 def test_the_plan_of_a_microbatch_keeps_nothing_alone(name, found):
-    """Under overlapped experts. The shared experts' output was kept by the plan alone, and, with
-    offload, the residuals.
-    """
+    """Earlier, only the plan kept the shared experts' output and, with offload, the residuals."""
     assert found == []

@@ -6,8 +6,8 @@ from tests.dist.jobs import layout, run_jobs
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
-# fp64, so that layouts differ by the optimizer alone; a threshold at which heads are clipped; small
-# buckets; few rows and one dense and one MoE layer only, because there are five steps.
+# fp64, so that layouts differ only by the optimizer; a threshold that clips heads; small buckets;
+# few rows and only one dense and one MoE layer, because there are five steps.
 COMMON = (
     "train.dtype=float64", "optim.qk_clip_threshold=0.05", "data.rows_per_step=4",
     "optim.bucket_elements=20000", "model.language.num_layers=2", "model.vision.depth=1",
@@ -26,7 +26,7 @@ def run(data_root, folder, processes, jobs):
 
 @pytest.fixture(scope="module")
 def found(data_root, tmp_path_factory):
-    """Results by name. Checkpoints of the jobs before are there for those after."""
+    """Results by name; later jobs use the checkpoints of earlier ones."""
     folder = tmp_path_factory.mktemp("muonclip")
     four, bf16 = layout(**LAYOUTS["PP2 x EP2"]), "train.dtype=bfloat16"
     results = run(data_root, folder, 4, {
@@ -45,7 +45,7 @@ def found(data_root, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(data_root, tmp_path_factory):
-    """The same of two processes, without a pipeline."""
+    """Results of two processes, without a pipeline."""
     folder = tmp_path_factory.mktemp("muonclip_two")
     jobs = {name: ("trained", *layout(**LAYOUTS[name])) for name in ("DP2", "EP2")}
     results = run(data_root, folder, 2, jobs)
@@ -61,7 +61,7 @@ def assert_near(weights, expected):
 
 @pytest.mark.parametrize("name", ["PP2 x EP2", "PP2 x EP2, twin", *TWO])
 def test_five_steps_equal_the_plain_optimizer(name, found, request):
-    """Seen: 6e-14. Every tensor of the checkpoint, the encoder's and the routing biases too."""
+    """Covers every checkpoint tensor, encoder and routing biases included; observed error 6e-14."""
     job, plain = results(name, found, request)[name], found["plainly_trained"]
     assert_near(job["weights"], plain["weights"])
     assert any(name.startswith("vision_tower.") for name in plain["weights"])
@@ -83,7 +83,7 @@ def test_sums_leave_while_the_last_microbatch_goes_backward(name, found, request
 
 @pytest.mark.parametrize("name", ["PP2 x EP2", TWO[0]])
 def test_checkpoints_of_every_layout_continue_in_one_process(name, found, request):
-    """Of two stages and of one, of all state on its owners and on every rank."""
+    """Covers checkpoints of one and two stages, with state sharded and replicated."""
     two_stages = ["sharded_pp2_dp2_float64", "twin_pp2_dp2_float64"]
     continued = results(name, found, request)["continued"]
     assert sorted(continued) == (two_stages if name in found else ["sharded_pp1_dp2_float64"])
@@ -114,7 +114,7 @@ def test_copies_that_differ_are_named(found):
 
 
 def test_a_step_moves_no_more_than_zero_1(found):
-    """Moonlight's bound is 1.25; every collective of our whole step counts, of ZeRO-1 its two."""
+    """Moonlight's bound is 1.25; all collectives of our step count, and ZeRO-1's two."""
     ours, zero1, told = (found["traffic"][part] for part in ("ours", "zero1", "told"))
     expected = found["traffic"]["elements"] * 4, found["traffic"]["elements"] * 2
     assert (ours["reduce_"], ours["broadcast_"]) == expected  # gradients fp32, weights bf16
@@ -125,7 +125,7 @@ def test_a_step_moves_no_more_than_zero_1(found):
         "alltoall_",
         "send",
         "recv_",
-    }  # embeddings are not the optimizer's
+    }  # embeddings do not belong to the optimizer
     total = sum(size for name, size in ours.items() if name not in exchange)
     assert total <= 1.25 * sum(zero1.values())
     assert sum(zero1.values()) >= sum(expected)

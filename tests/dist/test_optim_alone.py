@@ -1,4 +1,4 @@
-"""The distributed optimizer as one process: resume, masters, what is done at a time, refusals."""
+"""Distributed optimizer in one process: resume, masters, partial updates, refusals."""
 
 from dataclasses import replace
 
@@ -83,7 +83,7 @@ def test_qk_clip_refuses_names_that_are_no_pair(names):
         (torch.ones(()), SHAPE, r"gamma \(\) do not fit 4 heads"),
         (torch.ones(4), replace(SHAPE, qk_rope_dim=3), r"q_b_proj.* 4 heads of 7 rows"),
         (torch.ones(4), replace(SHAPE, v_dim=5), r"kv_b_proj.* 4 heads of 9 rows"),
-        # Two heads divide all rows, and would be scaled in silence.
+        # Two heads divide all rows, so the wrong scaling would be a silent error.
         (torch.ones(2), replace(SHAPE, num_heads=2), r"q_b_proj.* 2 heads of 6 rows"),
     ],
 )
@@ -123,7 +123,7 @@ def test_the_report_measures_the_updates_of_each_group():
 
 
 def test_the_report_holds_the_worst_orthogonality_error():
-    """From the singular values of every piece of every update: sqrt(mean((1 - s^2)^2))."""
+    """Expects the maximum of sqrt(mean((1 - s^2)^2)) over all update pieces, s: singular values."""
     job = Job(ALONE)
     job.backward(0)
     before = job.save()["weights"]
@@ -145,7 +145,7 @@ def test_the_report_holds_the_worst_orthogonality_error():
 
 
 def test_the_scale_multiplies_gradients_and_may_be_a_tensor():
-    """Seen in the momentum: one step of Muon or AdamW hardly moves with the gradient's size."""
+    """Tests the momentum, because a step of Muon or AdamW hardly depends on the gradient size."""
     for scale in (0.125, torch.tensor(0.125), torch.tensor(0.125, dtype=torch.float64)):
         job = Job(ALONE)
         job.toy.backward(0)
@@ -158,7 +158,7 @@ def test_the_scale_multiplies_gradients_and_may_be_a_tensor():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("elements", [7, 40])  # less than a norm or a row; several rows
 def test_adamw_in_parts_changes_no_bit(monkeypatch, elements, dtype):
-    """Of any tensor: norms, a convolution, experts that are stored transposed."""
+    """Covers all tensors: norms, a convolution, transposed experts."""
     sizes: list[int] = []
 
     def update(weight: torch.Tensor, *args) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""The public optimizer, sharded over two processes under DistributedDataParallel.
+"""Public optimizer, sharded over two processes under DistributedDataParallel.
 
-Two, because DDP orders its sums anew after its first step, as also after a resume: only the sum of
-two gradients has the same bits in any order.
+DDP changes the order of its sums after its first step, and after a resume. Only sums of two
+gradients have the same bits in any order, so there are two processes.
 """
 
 import pytest
@@ -28,7 +28,7 @@ def ranks(request, job) -> list[dict]:
 
 
 def error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest distance of a tensor, as a part of how far it moved from the start."""
+    """Return the largest distance of a tensor, relative to its movement from the start."""
     start = {name: p.detach() for name, p in Toy(torch.float64).named_parameters()}
     assert found.keys() == expected.keys()
     return max(
@@ -44,14 +44,14 @@ def test_all_ranks_hold_the_same_bits(ranks):
 
 
 def test_sharded_equals_every_rank_doing_all(job):
-    """The same gradients: only which matrices share a batch of products differs."""
+    """The gradients are equal; only the batching of matrix products differs."""
     for rank in job:
         assert error(rank["fp64"]["sharded"], rank["fp64"]["unsharded"]) <= 1e-5
         assert error(rank["fp32"]["sharded"], rank["fp32"]["unsharded"]) <= 1e-4
 
 
 def test_two_processes_equal_one(job):
-    """In fp64, where gradients of halves of the batch and of all of it are alike."""
+    """In fp64, the gradients of two half batches match those of the whole batch."""
     alone = Training(torch.float64).train(STEPS)
     assert error(job[0]["fp64"]["sharded"], alone.weights()) <= 1e-5
     assert alone.clipped == 1

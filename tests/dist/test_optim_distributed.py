@@ -1,4 +1,4 @@
-"""The distributed optimizer against the plain one, in four layouts of gloo processes."""
+"""Distributed optimizer against the plain one, in four layouts of gloo processes."""
 
 import json
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ def plain() -> dict[int, dict[str, Tensor]]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, dict]:
-    """The same class in one process: its state half way, and its end."""
+    """Results of the same class in one process, half-way and at the end."""
     job = Job(ALONE).train(0, SAVE_AT)
     saved, half = job.save(), job.train(SAVE_AT, GO_ON_TO).save()
     return {"saved": saved, "half": half, "fp32": job.train(GO_ON_TO, STEPS).save()}
@@ -71,7 +71,7 @@ def job(tmp_path_factory, alone) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory, alone) -> list[dict]:
-    """The same of layouts of two ranks."""
+    """Results of the layouts with two ranks."""
     return run(tmp_path_factory.mktemp("optim_pairs"), alone, PAIRS)
 
 
@@ -95,7 +95,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def union(ranks: list[dict], scenario: str) -> dict[str, dict[str, Tensor]]:
-    """One checkpoint out of what the ranks hold, as a writer would make it."""
+    """Return one checkpoint from all ranks' tensors, as a writer would build it."""
     whole: dict[str, dict[str, Tensor]] = {"weights": {}, "state": {}}
     for rank in ranks:
         for part, tensors in rank[scenario].items():
@@ -110,7 +110,7 @@ def test_one_process_equals_the_plain_optimizer(plain, alone):
 
 @pytest.mark.parametrize("scenario", ["fp32", "twin", "from alone", "twin from alone", "from twin"])
 def test_every_rank_equals_the_plain_optimizer(ranks, plain, scenario):
-    """State sharded and not, and begun from a checkpoint of the other kind or another layout."""
+    """State is sharded or not, and may come from the other kind of checkpoint or another layout."""
     expected = plain[STEPS if scenario in ("fp32", "twin") else GO_ON_TO]
     for rank in ranks:
         assert_near(rank[scenario]["weights"], expected, 1e-6)
@@ -118,7 +118,7 @@ def test_every_rank_equals_the_plain_optimizer(ranks, plain, scenario):
 
 
 def test_the_tolerance_is_far_below_an_update(plain):
-    """The control: twenty steps, and the clip alone, move every tensor by far more than 1e-6."""
+    """Control: twenty steps, and the clip alone, move every tensor by far more than 1e-6."""
     for name, start in plain[1].items():
         assert (plain[STEPS][name] - start).norm() > 1e-2 * start.norm(), name
 
@@ -200,7 +200,7 @@ def test_what_is_counted_is_what_torch_was_asked_to_move(ranks, twin):
 
 
 def test_sums_leave_early_and_never_before_what_is_missing(ranks):
-    """The silent tensor stops one rank's launches where it would have come, and no other's."""
+    """The missing gradient delays only its own rank's launches, from its position on."""
     early = [rank["early"] for rank in ranks]
     assert max(early) > 0
     order = Toy(ALONE, torch.float32).order()

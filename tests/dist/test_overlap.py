@@ -1,4 +1,4 @@
-"""Overlapped experts (`layout.overlap_experts`): every bit is as without them."""
+"""Overlapped experts (`layout.overlap_experts`) change no bit."""
 
 import pytest
 
@@ -7,8 +7,8 @@ from tests.dist.jobs import run_jobs
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
-# The balance loss weighs enough to be seen; of each rank's microbatches one goes forward while
-# another goes backward.
+# The balance loss is large enough to matter, and each rank runs one microbatch forward while
+# another runs backward.
 COMMON = ("train.steps=2", "model.language.aux_loss_coeff=0.1", "data.rows_per_step=8")
 PIPELINE = dict(pp=2, vpp=2, dp=2, ep=2)
 BFLOAT16 = ("train.dtype=bfloat16",)
@@ -16,13 +16,13 @@ HELDOUT = (
     "data.heldout={pictures_heldout: 1}", "data.heldout_tokens=600", "train.validate_every=1",
 )  # fmt: skip
 FIRST, ALONE = "PP2 x VPP2 x EP2", "EP2, two copies, bfloat16"
-# Name -> layout, and other settings. A chunk of the first has no layers, only the loss.
+# Name -> layout, and other settings. One chunk of the first has no layers, only the loss.
 TRAINED = {
     FIRST: (PIPELINE, ("layout.stages=Et|t|tt|L",)),
     ALONE: (dict(dp=4, ep=2), BFLOAT16),
 }
-# Rows that are shared, of which keys and values of four of six heads exist at a time, made again in
-# the backward pass as all else is.
+# Shared rows, with keys and values of four of six heads at a time, recomputed in the backward pass
+# like everything else.
 REMADE = (
     "train.recompute=[norms, swiglu, mla_up]", "train.fp8_storage=true",
     "model.language.num_heads=6", "data.rows_per_step=4",
@@ -70,7 +70,8 @@ def trainings(layout, settings):
 @pytest.fixture(scope="module")
 def slow(data_root, tmp_path_factory):
     jobs = dict(jobs_of(SLOW, data_root))
-    # Without a pipeline Megatron-Core has another schedule; that its steps are equal is `CASES`'.
+    # Without a pipeline, Megatron-Core uses another schedule; `CASES` covers that its steps are
+    # equal.
     jobs |= trainings(ALONE, dict(jobs_of(CASES, data_root))[ALONE][1])
     return run_jobs(jobs, tmp_path_factory.mktemp("overlap_slow"), 4, timeout=300.0)
 
@@ -100,7 +101,7 @@ def test_every_bit_is_as_without_in_other_settings(name, slow):
 
 
 def test_without_the_cure_routers_count_padding(found):
-    """The control: Megatron-Core's own plan gives the routers no padding mask, and says nothing."""
+    """Control: Megatron-Core's own plan silently gives the routers no padding mask."""
     differs = found["without the cure"]
     assert any(name.endswith("mlp.gate.weight") for name in differs)
     assert any(name.startswith("bias") for name in differs)

@@ -1,6 +1,6 @@
-"""SigLIP's loss over ranks with uneven numbers of pairs, none included, against one process.
+"""SigLIP's loss over ranks with uneven numbers of pairs, including none, against one process.
 
-Where the numbers are equal also against open_clip's, which does not take others.
+Equal numbers are also compared with open_clip, which supports no others.
 """
 
 import json

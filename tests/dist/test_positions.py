@@ -1,4 +1,4 @@
-"""Positions, angles, the order of passes, in a process of their own: Megatron-Core changes it."""
+"""Positions, angles and the order of passes, in a process that Megatron-Core may modify."""
 
 import pytest
 

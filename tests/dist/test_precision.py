@@ -1,4 +1,4 @@
-"""Every attention in bfloat16, in a whole model; and what is remembered of losses."""
+"""Precision of all attention implementations in bfloat16, and losses read after being freed."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def test_no_attention_loses_more_in_bfloat16_than_another(data_root, tmp_path):
     )
     errors = [one["gradients"] for one in found.values()]
     assert len(errors) == 3
-    assert min(errors) > 1e-4, found  # bfloat16 was used
+    assert min(errors) > 1e-4, found  # proves that bfloat16 was used
     assert max(errors) <= 1.5 * min(errors), found
     assert max(one["loss"] for one in found.values()) <= 2**-8, found
 
@@ -38,6 +38,6 @@ for dtype in (torch.float32, torch.float64):
 
 
 def test_losses_are_read_after_their_storage_was_freed():
-    """As the combined schedule does behind the loss's backward pass, on CUDA alone."""
+    """The combined schedule frees them after the loss's backward pass, only on CUDA."""
     done = fork_server.run(["-c", FREED], 60)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The README's block on one's own data runs as it stands: local folders, one process, no S3."""
+"""Runs the README's block on own data unchanged: local folders, one process, no S3."""
 
 import json
 import os

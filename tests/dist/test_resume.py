@@ -33,20 +33,20 @@ from tests.dist.live import is_told, open_to_others, ranks, started, wait_for, w
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
-# With the preset's seed one token falls to another expert by rounding in step 5, and two layouts
-# part by 2e-5 in the loss; with this one they stay within 4e-8 for eight steps.
+# With the preset's seed, rounding routes one token to another expert in step 5, and the losses of
+# two layouts differ by 2e-5. With this seed they stay within 4e-8 for eight steps.
 SEED = "train.seed=1"
 ONE = (*layout(), SEED)
-# Rows in another order than in one process: a run goes on under the other setting, too.
+# The row order differs from one process's, so a run also resumes under the other setting.
 FOUR = (*layout(pp=2, vpp=2, dp=2, ep=2), SEED, "data.order_rows=light_ends")
 PATIENCE = 30  # train.timeout_seconds: no phase of these steps takes as long, on any machine
-# The optimizer's numbers in a line, but for its seconds.
+# The optimizer's numbers in a metrics line, except its seconds.
 OPTIMIZER = ("max_logits", "clipped_heads", "update_rms", "orthogonality_error", "skipped_steps")
 
 
 HELDOUT = (
     "data.heldout={words_heldout: 1, pictures_heldout: 1}", "data.heldout_tokens=1000",
-    "train.validate_every=4",  # not a divisor of the steps: the last one is validated as well
+    "train.validate_every=4",  # does not divide the steps: the last step is validated too
 )  # fmt: skip
 
 
@@ -74,7 +74,8 @@ def straight(data_root, tmp_path_factory):
     assert re.search(r"^step 1/6  loss [\d.]+  [\d,]+ tokens/s  ETA \d", done.stdout, re.MULTILINE)
     assert re.search(r"^step 6/6 .* ETA 0:00:00$", done.stdout, re.MULTILINE)
     assert re.search(r"^held out at step 4: loss \d\.\d+ \(pict", done.stdout, re.MULTILINE)
-    for name in ("loss", "losses", "dep_balance", "muonclip", "timeline"):  # drawn at its end
+    # Drawn at the end of the run.
+    for name in ("loss", "losses", "dep_balance", "muonclip", "timeline"):
         assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     return folder
 
@@ -89,22 +90,22 @@ def checkpoint(straight, tmp_path):
 
 @dataclass(frozen=True)
 class Interrupted:
-    """What became of the run below, and of a second one that came into its folder meanwhile."""
+    """Results of the interrupted run, and of a second run started in its folder meanwhile."""
 
     folder: Path
     out: str
     holder: int
     second: subprocess.CompletedProcess
-    doors: tuple[list[str], list[str]]  # before the restart and after it
+    doors: tuple[list[str], list[str]]  # before and after the restart
 
 
 @pytest.fixture(scope="module")
 def interrupted(data_root, tmp_path_factory):
-    """The same run: a rank hangs after two steps, and when all go on the run is told to end."""
+    """The same run: a rank hangs after two steps, and after the restart the run gets SIGTERM."""
     folder = tmp_path_factory.mktemp("interrupted")
     overrides = (
         f"data.root={data_root}", "train.steps=6", "checkpoint.every=1", *FOUR,
-        "checkpoint.asynchronous=false",  # slowly: there must be steps left when it is told to end
+        "checkpoint.asynchronous=false",  # slow, so that steps remain when SIGTERM comes
         f"train.timeout_seconds={PATIENCE}",
     )  # fmt: skip
     with started(folder, *overrides, "--max-restarts", "2") as process:
@@ -115,7 +116,7 @@ def interrupted(data_root, tmp_path_factory):
         second = train(folder, *overrides, resume=Path("latest"))
         wait_for(lambda: "resumed" in (folder / "logs" / "rank_0.log").read_text(), process)
         again = list(ranks(process).values())
-        for rank in again:  # no step is done until they have been told
+        for rank in again:  # no step completes before the signal is pending
             rank.suspend()
         after = open_to_others(process)
         process.send_signal(signal.SIGTERM)
@@ -162,9 +163,9 @@ def test_a_run_that_failed_goes_on_and_one_that_is_told_to_end_saves(interrupted
 
 
 def test_resume_is_bitwise(straight, interrupted, data_root):
-    """Ended by the watchdog, started again, stopped and resumed: the same in every bit.
+    """A run ended by the watchdog, restarted, stopped and resumed is bit-identical.
 
-    It was not validated until its last start, and the other all along: as if it had not been.
+    Only its last start is validated, while the other run always is; validation changes nothing.
     """
     folder = interrupted.folder
     overrides = (f"data.root={data_root}", "train.steps=6", "checkpoint.every=3", *FOUR)
@@ -187,17 +188,17 @@ def test_resume_is_bitwise(straight, interrupted, data_root):
     assert (status.state, status.step) == ("finished", 6)
     whole, part = (held_out(run) for run in (straight, folder))
     assert [line["step"] for line in whole] == [0, 4, 6]
-    # Never validated before, it begins with one, at whichever step it goes on.
+    # A run without a validation starts with one, at the step where it resumes.
     assert [line["step"] for line in part] == sorted({begun, 6} | ({4} if begun < 4 else set()))
     assert [line for line in part if line["step"] in (4, 6)] == [
         line for line in whole if line["step"] >= begun
     ]
-    for line in whole:  # the mean over the tokens that are learnt, of which there are fewer
+    for line in whole:  # the mean over the learned tokens, which are fewer
         tokens, sums = line["loss_tokens_by_source"], line["loss_by_source"]
         mean = sum(sums[name] * tokens[name] for name in sums) / sum(tokens.values())
         assert line["loss"] == pytest.approx(mean, rel=1e-9)
         assert sum(tokens.values()) == line["loss_tokens"] < line["text_tokens"]
-    assert whole[0]["loss"] == pytest.approx(math.log(768), rel=0.05)  # nothing is learnt yet
+    assert whole[0]["loss"] == pytest.approx(math.log(768), rel=0.05)  # nothing is learned yet
 
 
 def count_tokens(lines: list[dict]) -> tuple[int, int]:
@@ -212,7 +213,7 @@ def held_out(folder: Path) -> list[dict]:
 
 
 def test_eval_gives_the_last_validation(straight):
-    """In one process, from the checkpoint of four: the same samples, the same numbers."""
+    """One process, with the checkpoint of four: the same samples give the same numbers."""
     wanted = held_out(straight)[-1]
     command = ["-m", "launch.cli", "eval", "--config", str(straight / "config.yaml")]
     done = fork_server.run([*command, "--checkpoint", str(straight), "--heldout", "--json"], 100.0)
@@ -239,7 +240,7 @@ def test_a_stage_that_keeps_all_and_changes_nothing_is_an_unbroken_run(
     assert began["step"] == 3
     uses = exposure(tmp_path / "kept", {"words": [f"w{n:04d}" for n in range(200)]}).uses
     assert {use.step for use in uses} == {4, 5, 6}
-    # Validated at the first step that it has, as any stage, and when it is due.
+    # Validated at its first step, like any stage, and when due.
     assert [line["step"] for line in held_out(tmp_path / "kept")] == [3, 4, 6]
     assert held_out(tmp_path / "kept")[1:] == held_out(straight)[-2:]
     kept, first = (
@@ -250,7 +251,7 @@ def test_a_stage_that_keeps_all_and_changes_nothing_is_an_unbroken_run(
 
 
 IN_TOKENS = "optim={schedule: [{tokens: 40960, lr: 1.0e-3, shape: linear}]}"
-# Of the checkpoint after three steps: what cannot be kept, and what is said.
+# Settings that cannot keep the optimizer of the checkpoint after three steps, and the messages.
 NOT_KEPT = {
     "all done": (("train.steps=3",), "has done 3 steps"),
     "precision": (("train.dtype=bfloat16",), "written with train.dtype=float32"),
@@ -268,7 +269,7 @@ def test_what_cannot_be_kept_is_named_from_headers(name, straight):
     with pytest.raises(CheckpointError, match=rf"^train\.start_from: .*{told}") as error:
         open_initial_weights(load_config("tiny_cpu", (*keep, *overrides)))
     assert "\n" not in str(error.value)
-    in_steps = ("data.rows_per_step=16", "layout.dp=2")  # the place in a schedule of steps stays
+    in_steps = ("data.rows_per_step=16", "layout.dp=2")  # the position in a schedule of steps stays
     assert open_initial_weights(load_config("tiny_cpu", (*keep, *in_steps))) is not None
 
 
@@ -291,7 +292,7 @@ def test_a_part_that_was_frozen_has_nothing_to_keep(straight):
 
 
 def test_an_earlier_version_s_place_in_a_schedule_of_tokens_is_not_known(straight):
-    """Its manifest does not say how many tokens a step had; a schedule in steps does not ask."""
+    """Old manifests lack the tokens per step, which only a schedule in tokens needs."""
     steps = load_config("tiny_cpu", (*SMALL, *ONE, "train.steps=9"))
     weights, _ = open_compatible(straight / "checkpoints" / "step_00000003", steps.model)
     for training in (None, {"stage": None, "frozen": []}):
@@ -315,11 +316,11 @@ def test_resume_in_another_layout_equals_to_rounding(straight, checkpoint, data_
 
 
 def test_four_processes_one_and_four_again(straight, data_root, tmp_path):
-    """What four have saved one loads and saves, and four load it: every tensor bit for bit."""
+    """One process loads and saves four processes' checkpoint, and four load it, bit for bit."""
     saved = open_place(straight / "checkpoints").checkpoint(6)
     sizes = {name[:10]: size for name, size in saved.files.items() if name != "index.json"}
     assert sorted(sizes) == [f"rank_0000{rank}" for rank in range(4)]
-    assert max(sizes.values()) < 0.5 * sum(sizes.values())  # all have their part in it
+    assert max(sizes.values()) < 0.5 * sum(sizes.values())  # all ranks wrote a share
     whole = {name: saved.tensor(name) for name in saved.weight_map()}
     tensors = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
     state = load(saved, tensors)
@@ -329,7 +330,7 @@ def test_four_processes_one_and_four_again(straight, data_root, tmp_path):
     uri = alone.finish()
     alone.close()
     assert len(open_place(tmp_path / "alone").checkpoint(6).files) == 2
-    # Nothing is left to train: what was loaded is hashed as it is.
+    # No step is left to train, so the loaded state is hashed unchanged.
     assert uri == str(tmp_path / "alone" / "step_00000006")
     done = train(
         tmp_path / "four", f"data.root={data_root}", "train.steps=6", *FOUR,
@@ -354,9 +355,9 @@ def test_lines_hold_the_optimizer_s_numbers(straight):
     first = lines[0]["update_rms"]
     groups = ("attention", "dense_mlp", "embedding", "experts", "head", "norms", "projector")
     assert sorted(first) == [*groups, "router", "shared_experts", "vision_tower"]
-    for group in ("attention", "dense_mlp", "experts", "shared_experts"):  # Muon alone
+    for group in ("attention", "dense_mlp", "experts", "shared_experts"):  # only Muon
         assert 0.05 < first[group] < 0.21, group
-    for group in ("head", "norms"):  # AdamW, whose first step is one in size
+    for group in ("head", "norms"):  # AdamW, whose first update has size one
         assert first[group] == pytest.approx(1.0, abs=0.01), group
 
 
@@ -435,7 +436,7 @@ def test_a_folder_with_an_earlier_run_is_not_trained_into(axes, straight, data_r
 
 
 def test_a_run_starts_from_given_vision_weights(data_root, tmp_path):
-    """Those that the seed gives anyway: the same run. Others: another; a resume ignores them."""
+    """The seed's own weights give the same run, others another run; a resume ignores them."""
     encoder = VisionEncoder(load_config("tiny_cpu", SMALL).model.vision)
     runs = {}
     for seed in (0, 1):
@@ -444,7 +445,7 @@ def test_a_run_starts_from_given_vision_weights(data_root, tmp_path):
     for name, start in (("seed", "null"), ("same", tmp_path / "0.safetensors"),
                         ("other", tmp_path / "1.safetensors")):  # fmt: skip
         ends = ["train.steps=2"]
-        if name == "same":  # it ends by its budget: the second step goes one token over it
+        if name == "same":  # ends by its budget: the second step exceeds it by one token
             first = read_metrics(tmp_path / "seed")[0]
             ends = ["train.steps=9", f"data.budget={{text: {first['text_tokens'] + 1}}}"]
         done = train(tmp_path / name, f"data.root={data_root}", *ends, *layout(),

@@ -1,4 +1,4 @@
-"""Rows that several ranks share: the same numbers as one process, and a frozen language model."""
+"""Rows shared by several ranks equal one process, also with a frozen language model."""
 
 import numpy as np
 import pytest
@@ -10,8 +10,8 @@ from tests.dist.test_layouts import assert_same_losses
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
-# The balance loss weighs enough to be seen, the rotary factor of YaRN is not 1, QK-Clip acts. Keys
-# and values of four heads exist at a time: of ten 4, 4 and 2, of the five of a TP rank 4 and 1.
+# The balance loss is large enough to matter, YaRN's rotary factor is not 1, QK-Clip acts. Keys and
+# values of four heads exist at a time: of ten 4, 4 and 2, of the five of a TP rank 4 and 1.
 HEADS = 10
 COMMON = (
     "train.steps=2", "optim.qk_clip_threshold=0.05", "model.language.aux_loss_coeff=0.1",
@@ -30,7 +30,7 @@ PROCESSES = 4
 
 @pytest.fixture(scope="module")
 def found(data_root, tmp_path_factory):
-    """Results by name of the job in one process, and of all those in four."""
+    """Results by job name, in one process and in four."""
 
     def job(action, *overrides, **axes):
         layout = {"pp": 1, "vpp": 1, "dp": 1, "ep": 1, "cp": 1, "tp": 1} | axes
@@ -79,7 +79,7 @@ def test_shared_rows_train_as_in_one_process(name, found):
 
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_float64_is_float64_up_to_the_loss(name, found):
-    """Megatron-Core's cross entropy rounds to float32: shared rows were 1e-8 apart by it."""
+    """Megatron-Core's cross entropy rounds to float32, which shifted shared rows by 1e-8."""
     step, wanted = found[name]["line"], found["float64, one process"]["line"]
     assert step["loss"] == pytest.approx(wanted["loss"], rel=1e-12)
     assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-10)
@@ -88,8 +88,10 @@ def test_float64_is_float64_up_to_the_loss(name, found):
 
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_every_gradient_and_every_heads_maximum_is_that_of_one_process(name, found):
-    """Each rank has the gradient of its own queries: that of the projection of keys and values, and
-    of the norm below it, is right only as the sum over all.
+    """Each rank has the gradients of its own queries.
+
+    The gradient of the key/value projection, and of the norm below it, is correct only as the sum
+    over all ranks.
     """
     shared, alone = found[name], found["float64, one process"]
     for what in ("gradients", "maxima"):
@@ -106,7 +108,7 @@ def test_latents_are_gathered_and_nothing_wider(name, found):
     config = load_config("tiny_cpu", [*SMALL, *COMMON, *FLOAT64])
     language = config.model.language
     width = language.kv_lora_rank + language.qk_rope_dim
-    # Each tensor-parallel rank brings its share of a row; and once more for the backward pass.
+    # Each tensor-parallel rank contributes its share of a row, and again in the backward pass.
     tokens = config.tokens_per_step() // GRADIENTS[name].get("tp", 1)
     wanted = language.num_layers * tokens * width * ITEMSIZE[config.train.dtype]
     assert found[name]["summed"] == wanted
@@ -114,16 +116,16 @@ def test_latents_are_gathered_and_nothing_wider(name, found):
 
 
 def test_bfloat16_loses_no_more_where_latents_are_shared(found):
-    """Sent in bfloat16, their gradients are summed over heads and ranks in float32."""
+    """Gradients sent in bfloat16 are summed over heads and ranks in float32."""
     alone, shared = found["bfloat16, one process"]["errors"], found["bfloat16"]["errors"]
-    assert min(alone.values()) > 1e-4  # bfloat16 was used
+    assert min(alone.values()) > 1e-4  # proves that bfloat16 was used
     for what, error in alone.items():
         assert shared[what] <= 1.25 * error, (what, alone, shared)
     assert found["bfloat16"]["summed"] == 2 * found["bfloat16"]["gathered"] > 0
 
 
 def test_a_frozen_language_model_passes_the_gradients_of_the_captions_alone(found):
-    """Its routers cannot become more even: their balance loss is off, not passed to the encoder."""
+    """Frozen routers cannot learn balance, so their balance loss is off, also for the encoder."""
     frozen, free = found["frozen"], found["one process"]["leaves"]
     assert_same_gradients(frozen["gradients"], found["no balance loss"]["gradients"])
     scale = free["gradients"].abs().max()
@@ -135,7 +137,7 @@ def test_a_frozen_language_model_passes_the_gradients_of_the_captions_alone(foun
 
 
 def held_by_plain_loop(tokens, num_cp, num_tp, part):
-    """Token by token: which places of the row a part holds."""
+    """Return the positions of the row that a part holds, token by token."""
     cp_rank, tp_rank = divmod(part, num_tp)
     chunk = tokens // (2 * num_cp)
     mine = [
@@ -164,7 +166,7 @@ def test_parts_and_granules(num_cp, num_tp):
 
 
 def test_causal_work_is_even():
-    """Pairs of a query and a key that it sees, for a document as long as the row."""
+    """Counts visible query-key pairs for a document as long as the row."""
     parts = SequenceParts(4096, 8)
     pairs = [int((parts.positions_cp(rank) + 1).sum()) for rank in range(8)]
     assert max(pairs) == min(pairs)

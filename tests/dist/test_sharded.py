@@ -1,6 +1,6 @@
-"""An item that 2 or 4 gloo processes encode together against the same item in one process.
+"""An item that 2 or 4 gloo processes encode together, against the same item in one process.
 
-Forward, recompute and the gradients of every parameter; in one case against transformers, too. The
+Compares forward, recompute and the gradients of every parameter, once also with transformers. The
 processes run once for all tests.
 """
 
@@ -23,14 +23,14 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 4e-2}
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
-    """What each of the processes saved."""
+    """Results of each process."""
     folder = tmp_path_factory.mktemp("sharded")
     return run_ranks(sharded_case.__file__, WORLD, folder)
 
 
 @pytest.fixture(scope="module")
 def slow_ranks(tmp_path_factory) -> list[dict]:
-    """The same of the slow cases."""
+    """Results of the slow cases."""
     return run_ranks(sharded_case.__file__, WORLD, tmp_path_factory.mktemp("slow"))
 
 
@@ -47,7 +47,7 @@ every_case = pytest.mark.parametrize(
 
 
 def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """||found - expected|| / ||expected||."""
+    """Return ||found - expected|| / ||expected||."""
     assert found.shape == expected.shape
     assert found.dtype == expected.dtype
     return float((found - expected).double().norm() / expected.double().norm())
@@ -55,7 +55,7 @@ def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def whole():
-    """case -> tokens and gradients of the item in one piece."""
+    """A function from case to tokens and gradients of the unsplit item."""
     known = {}
 
     def encode(case):
@@ -127,7 +127,7 @@ def test_all_members_issue_the_same_collectives_and_the_bytes_predicted(ranks_of
 @pytest.mark.parametrize("name", ["image", "chunk of 3", "chunk of 4", "column"])
 @pytest.mark.parametrize("parts", [2, 4])
 def test_each_member_receives_the_pixels_of_its_tokens(ranks, name, parts):
-    """Pixel by pixel: the item as pictures, cut into tokens, each into frames and patches."""
+    """Expects the item's pictures cut into tokens, each into frames and patches, pixel by pixel."""
     t, h, w = GRIDS[name]
     pictures = sharded_case.pixels_of(GRIDS[name]).reshape(t, h, w, 3, 14, 14)
     for rank in range(parts):
@@ -186,7 +186,7 @@ def test_what_cannot_work_is_refused_before_anybody_waits(ranks):
 
 
 def test_blocks_are_aligned_inside_their_scope(ranks):
-    """Though rank 0 and 2 are in one process group more than the others."""
+    """Holds although ranks 0 and 2 are in one process group more than the others."""
     pairs = [[0, 1], [0, 1], [2, 3], [2, 3]]
     for rank, found in enumerate(ranks):
         assert found["blocks"]["everyone"] == {2: pairs[rank], 4: [0, 1, 2, 3]}
@@ -210,7 +210,7 @@ def test_scopes_that_cannot_be_are_refused(scopes, max_split, message):
 
 
 def test_bytes_of_a_split_at_full_size():
-    """16,384 patches over 4 ranks, bf16: of 4,096 patches, 4 x 1,152 numbers, 27 layers; 3/4 go."""
+    """Each of 4 ranks sends 3/4 of 4,096 patches x 4 x 1,152 bf16 numbers in each of 27 layers."""
     assert split_bytes(16384, MoonViTConfig(), 4, 2) == 4096 * 4 * 1152 * 27 * 2 * 3 // 4
 
 

@@ -1,7 +1,7 @@
-"""Kimi-VL's objective in training: any number of ranks, resume, DeepSpeed, and what is refused.
+"""Kimi-VL's objective in training: any number of ranks, resume, DeepSpeed, refused settings.
 
-Items are encoded by the ranks that hold their rows (`dep.assign: owner`), or dealt out to all. That
-one step is right is `test_captions`'.
+Items are encoded by the ranks that hold their rows (`dep.assign: owner`), or spread over all.
+`test_captions` checks that one step is correct.
 """
 
 import numpy as np
@@ -27,9 +27,9 @@ COMMON = (
     "data.rows_per_step=4", "optim.bucket_elements=5000",
 )  # fmt: skip
 TOLERANCE = {"float64": (1e-12, 1e-12), "float32": (1e-6, 5e-6)}
-"""Of losses, and of gradients: those of the texts' attention nearly cancel."""
+"""Of losses and of gradients; the gradients of the texts' attention nearly cancel."""
 OWNER = "dep.assign=owner"
-# Settings that change how the work is done and nothing that it comes to.
+# Settings that change how the work is done, but not its result.
 VARIANTS = {
     "kept": ("dep.keep_activations=auto", "dep.memory_limit_gib=1.0", "dep.check_recompute=true"),
     "another order": ("data.order_rows=light_ends",),
@@ -38,7 +38,7 @@ VARIANTS = {
 
 
 def jobs(data_root, world: int, *more: str) -> dict:
-    """A step's gradients in both precisions, items at their owners and spread."""
+    """Return jobs for a step's gradients in both precisions, items at their owners and spread."""
     common = (*COMMON, f"data.root={data_root}", *more)
     whole = {
         f"{dtype} {assign}": ("siglip_step", (f"train.dtype={dtype}", f"dep.assign={assign}"))
@@ -50,7 +50,7 @@ def jobs(data_root, world: int, *more: str) -> dict:
 
 @pytest.fixture(scope="module")
 def one(data_root, tmp_path_factory):
-    """One process, which also trains some steps and saves half-way."""
+    """Results of one process, which also trains some steps and saves half-way."""
     folder = tmp_path_factory.mktemp("one")
     common = (*COMMON, f"data.root={data_root}", *layout(), f"checkpoint.place={folder / 'half'}")
     todo = {"trained": ("zero_trained", common), "again": ("zero_trained", common)}
@@ -61,7 +61,7 @@ def one(data_root, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(one, data_root, tmp_path_factory):
-    """Two processes; from one process' checkpoint on, too, and under DeepSpeed."""
+    """Results of two processes, also resumed from one process's checkpoint and under DeepSpeed."""
     folder = tmp_path_factory.mktemp("two")
     common = (*COMMON, f"data.root={data_root}", *layout(dp=2), OWNER)
     zero = (*common, "optim.deepspeed=zero1", f"checkpoint.place={folder / 'zero'}")
@@ -107,7 +107,7 @@ def test_order_chunks_and_kept_graphs_change_nothing(one, name):
 
 
 def test_four_ranks_have_the_gradients_of_one(one, data_root, tmp_path):
-    """Some of them without a pair, and with images whose captions are elsewhere."""
+    """Some ranks have no pair, or images whose captions are on other ranks."""
     todo = {name: job for name, job in jobs(data_root, 4).items() if "float64" in name}
     found = run_jobs(todo, tmp_path, 4, timeout=280)
     for name in found:
@@ -158,11 +158,11 @@ def test_the_command_trains_tells_the_loss_and_refuses_another_objective(data_ro
     told = (done.stdout + done.stderr).replace("\n", " ")
     assert "train.siglip=" in told
     written, config = open_weights(latest_in(tmp_path / "run")), tmp_path / "run" / "config.yaml"
-    planned = planned_weights(load_config(config), "run")  # for a chain whose next stage takes it
+    planned = planned_weights(load_config(config), "run")  # for the next stage of a chain
     assert {n: (one.shape, one.dtype) for n, one in planned.headers.items()} == {
         n: (one.shape, one.dtype) for n, one in written.headers.items()
     }
-    # A stage without it starts from this one, and one with it takes the heads over.
+    # A stage without SigLIP can start from this one, and a stage with it takes over the heads.
     done = train(tmp_path / "next", *off, f"train.start_from={tmp_path / 'run'}")
     assert done.returncode == 0, done.stdout + done.stderr
     taken = common[0].replace("{", f"{{weights: {tmp_path / 'run'}, ")
@@ -211,7 +211,7 @@ def test_what_the_data_lack_is_told_before_anything_starts(data_root, change, me
 
 
 def test_captions_are_what_counts_behind_a_single_medium(one):
-    """Every one of them, and none of a sample that is skipped."""
+    """Every such text is a caption; skipped samples have none."""
     found = one[1]["float64 owner"]
     assert found["captions"]
     assert all(text for text in found["captions"].values())

@@ -1,4 +1,4 @@
-"""Runs that are stopped, hang or come upon a bad step, in real processes."""
+"""Stopped runs, hanging runs and bad steps, in real processes."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def planted(
     processes: int = 1,
     resume: str | None = None,
 ) -> tuple[int, str | None]:
-    """Train with a fault; returns exit code and message."""
+    """Train with a fault; return exit code and message."""
     settings = (*SMALL, *overrides)
     job = PlantedJob("tiny_cpu", str(run_dir), settings, resume, plant=plant, step=step, rank=rank)
     base = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
@@ -55,7 +55,7 @@ def planted(
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_a_run_that_may_not_restart(data_root, tmp_path):
-    """With restarts: `test_resume.py`."""
+    """`test_resume.py` covers the case with restarts."""
     settings = (f"data.root={data_root}", "train.steps=1000", *FOUR)
     with started(tmp_path, *settings, f"train.timeout_seconds={PATIENCE}") as process:
         wait_for_steps(tmp_path, 2, process)
@@ -73,12 +73,12 @@ def test_a_rank_that_hangs_ends_a_run_that_may_not_restart(data_root, tmp_path):
 
 @pytest.mark.slow
 def test_a_stop_that_cannot_save_is_not_in_order(data_root, tmp_path):
-    """Or a scheduler would start it again and again, to do the same steps."""
+    """Otherwise a scheduler would restart it forever to repeat the same steps."""
     run_dir, place = tmp_path / "run", tmp_path / "place"
     settings = (f"data.root={data_root}", "train.steps=1000", *ONE, f"checkpoint.place={place}")
     with started(run_dir, *settings) as process:
         wait_for_steps(run_dir, 2, process)
-        assert not open_to_others(process)  # of one process: gloo's
+        assert not open_to_others(process)  # a single process uses gloo too
         assert [file.name for file in place.iterdir()] == ["owner.json"]
         shutil.rmtree(place)
         place.touch()
@@ -96,7 +96,7 @@ def test_a_stop_that_cannot_save_is_not_in_order(data_root, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_folder_without_room_ends_no_training(data_root, tmp_path):
-    """The place of checkpoints has room: saves go on, and a stop is in order."""
+    """The checkpoint place has space, so saves continue and a stop succeeds."""
     run_dir, place = tmp_path / "run", tmp_path / "place"
     run_dir.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=200k", "none", str(run_dir)]
@@ -113,7 +113,7 @@ def test_a_run_folder_without_room_ends_no_training(data_root, tmp_path):
                 (run_dir / "theirs").write_bytes(bytes(1 << 20))
             wait_for(lambda: newest(place) >= steps_of(run_dir) + 6, process)
             full = steps_of(run_dir)
-            wait_for(lambda: read_status(run_dir).step >= full + 4, process)  # in place
+            wait_for(lambda: read_status(run_dir).step >= full + 4, process)  # written in place
             process.send_signal(signal.SIGUSR1)
             out, err = process.communicate(timeout=120)
         assert process.returncode == 0, out + err
@@ -136,7 +136,7 @@ def test_a_run_folder_without_room_ends_no_training(data_root, tmp_path):
 @pytest.mark.slow
 def test_a_run_folder_that_is_full_at_the_end_ends_no_training_in_failure(data_root, tmp_path):
     names = ("state_hashes.json", "efficiency.json")
-    for name in names:  # it is written there first
+    for name in names:  # the file is first written under this name
         (tmp_path / f"{name}.partial").symlink_to("/dev/full")
     settings = (f"data.root={data_root}", "train.steps=1", *ONE, "train.efficiency_pairs=1")
     done = train(tmp_path, *settings)
@@ -159,7 +159,7 @@ def test_a_killed_rank_is_started_again_and_changes_nothing(axes, data_root, tmp
     assert done.returncode == 0, done.stdout + done.stderr
     with started(tmp_path / "killed", *settings, "--max-restarts", "1") as process:
         wait_for_steps(tmp_path / "killed", 3, process)
-        assert not open_to_others(process)  # writers of checkpoints neither
+        assert not open_to_others(process)  # nor do checkpoint writers listen
         ranks(process)[max(ranks(process))].kill()
         out, err = process.communicate(timeout=250)
     assert process.returncode == 0, out + err
@@ -187,7 +187,7 @@ def test_a_step_that_is_not_finite_is_skipped_written_down_and_can_be_looked_at(
     assert lines[3]["lr"] == lines[2]["lr"] == lines[1]["lr"]  # the schedule waited
     found = find_anomaly(tmp_path / "anomalies.jsonl", 3)
     assert (found["kind"], found["action"], found["loss"]) == ("nonfinite", "skip", None)
-    assert len(found["samples"]) > 8  # of all rows
+    assert len(found["samples"]) > 8  # samples of all rows
     page = show_rows(str(tmp_path / "config.yaml"), (), 1, range(2), found)
     assert "Step 3 of metrics.jsonl: nonfinite" in page
     assert read_status(tmp_path) == Status("finished", 4, 4)
@@ -213,8 +213,8 @@ def test_a_rank_that_sleeps_is_named_with_its_phase(data_root, tmp_path):
     assert code == 75
     assert message is not None
     assert "step 3, phase '2 vision forward'" in message
-    assert "planted.py" in message  # the line that it sleeps at
-    if not message.endswith("it waits for no other rank"):  # rank 1 may have been the first
+    assert "planted.py" in message  # the line at which it sleeps
+    if not message.endswith("it waits for no other rank"):  # rank 1 may have reported first
         assert "held up by rank 1, in step 3, phase '2 vision forward'" in message
     assert "in late" in (tmp_path / "logs" / "stacks_rank_1.txt").read_text()
     assert steps_of(tmp_path) == 2
@@ -238,7 +238,7 @@ def test_a_bug_in_a_step_is_not_the_user_s_to_mend(data_root, tmp_path, capfd):
     settings = (f"data.root={data_root}", "train.steps=4", *ONE)
     settings += (f"data.tombstones={tmp_path}/list.jsonl",)
     assert planted(tmp_path, "bug", 1, *settings) == (1, None)
-    # What exposure goes by is there before the first step is done.
+    # The facts that exposure needs are written before the first step is done.
     noted = json.loads((tmp_path / "tombstones.json").read_text())
     assert noted == {"tombstones": [["words", 3, 1]], "redacted": []}
     assert not (tmp_path / "metrics.jsonl").exists()
@@ -267,7 +267,7 @@ def test_a_spike_stops_the_run_where_it_is_told_to(data_root, tmp_path):
     assert status is not None
     assert (status.state, status.reason) == ("failed", message)
     assert status.checkpoint == str(tmp_path / "checkpoints" / "step_00000002")
-    # The same step again, skipped this time: then the run goes on.
+    # The repeated step is skipped this time, and the run continues.
     done = train(tmp_path, *settings, "guard.spike=skip", resume=Path("latest"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(read_metrics(tmp_path)) == 6
@@ -284,7 +284,7 @@ def test_a_run_has_finished_when_nothing_of_it_is_left_to_write(data_root, tmp_p
 
 
 def test_a_run_tells_its_sources_before_it_reads_them(data_root, tmp_path):
-    """A start that comes no further than to the first index; and one in a folder of an earlier."""
+    """Covers a start that fails at the first index, in a folder with an earlier start."""
     root, folder = tmp_path / "corpus", tmp_path / "run"
     shutil.copytree(data_root, root)
     for file in root.glob("*/index.parquet"):
@@ -322,7 +322,7 @@ def test_a_signal_while_the_run_is_built_stops_it_before_its_first_step(data_roo
 
 @pytest.mark.slow
 def test_what_a_step_draws_is_the_same_after_a_resume(data_root, tmp_path):
-    """Every generator starts anew at every step, so none has to be saved."""
+    """Every generator is reseeded at every step, so none has to be saved."""
     settings = (f"data.root={data_root}", "train.steps=4", *ONE, "checkpoint.every=2")
     assert planted(tmp_path / "straight", "draws", 1, *settings) == (0, None)
     saved = str(tmp_path / "straight" / "checkpoints" / "step_00000002")
@@ -333,12 +333,12 @@ def test_what_a_step_draws_is_the_same_after_a_resume(data_root, tmp_path):
     assert again == first[2:]
     done = train(tmp_path / "whole", *settings)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert read_metrics(tmp_path / "whole")[0]["loss"] != first[0]  # something was drawn
+    assert read_metrics(tmp_path / "whole")[0]["loss"] != first[0]  # random numbers were drawn
 
 
 @pytest.mark.slow
 def test_a_step_changes_nothing_that_is_still_being_copied_aside(data_root, tmp_path):
-    """Neither weights nor state in the update, nor routing biases in the backbone before it."""
+    """Covers weights and state in the update, and routing biases in the backbone before it."""
     settings = (f"data.root={data_root}", "train.steps=3", *ONE, "checkpoint.every=1")
     assert planted(tmp_path / "slow", "slow_copy", 1, *settings) == (0, None)
     done = train(tmp_path / "plain", *settings, "checkpoint.asynchronous=false")
@@ -356,7 +356,7 @@ def test_a_step_changes_nothing_that_is_still_being_copied_aside(data_root, tmp_
 
 @pytest.mark.slow
 def test_a_course_that_is_left_is_set_aside_before_anything_is_trained(data_root, tmp_path):
-    """Who goes back to step 1 and is killed at once must not come back to step 3."""
+    """A run that returns to step 1 and is killed at once must not resume from step 3."""
     settings = (f"data.root={data_root}", *ONE, "checkpoint.every=1")
     done = train(tmp_path, *settings, "train.steps=3")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -368,7 +368,7 @@ def test_a_course_that_is_left_is_set_aside_before_anything_is_trained(data_root
     assert place.steps() == [1]
     kept = tmp_path / "checkpoints" / "step_00000003.abandoned_1"
     assert f"latest will not take it (kept as {kept})" in again.stderr
-    # Its lines are kept, too, and it can be gone back to.
+    # Its lines are kept too, and the abandoned checkpoint can be resumed.
     assert [line["step"] for line in read_metrics(tmp_path)] == [1]
     left = (tmp_path / "metrics.abandoned.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in left] == [2, 3]
@@ -382,7 +382,7 @@ def test_a_course_that_is_left_is_set_aside_before_anything_is_trained(data_root
 def test_a_run_killed_before_its_first_save_begins_again_and_keeps_its_lines(
     data_root, tmp_path, monkeypatch
 ):
-    """By itself where torchrun or a batch script starts it again; a person has to say so."""
+    """torchrun and batch scripts restart it automatically; a user must confirm."""
     run_dir = tmp_path / "run"
     settings = (f"data.root={data_root}", *ONE, "checkpoint.every=2")
     with started(run_dir, *settings, "train.steps=1000", "checkpoint.every=1000") as process:
@@ -393,7 +393,7 @@ def test_a_run_killed_before_its_first_save_begins_again_and_keeps_its_lines(
     done = train(run_dir, *settings, resume=Path("latest"))
     assert done.returncode == 2, done.stdout + done.stderr
     assert f"no checkpoint in {run_dir}/checkpoints, but {run_dir}/metrics.jsonl" in done.stderr
-    # The ranks themselves come to the same: nobody has looked before them here.
+    # The ranks reach the same result, because no check precedes them here.
     code, message = planted(run_dir, "draws", 1, *settings, resume="latest")
     assert code == 2
     assert message is not None
@@ -405,7 +405,7 @@ def test_a_run_killed_before_its_first_save_begins_again_and_keeps_its_lines(
     assert [line["step"] for line in read_metrics(run_dir)] == [1, 2]
     kept = (run_dir / "metrics.abandoned.jsonl").read_text()
     assert kept == first[: first.rfind("\n") + 1]
-    # Now there is something to lose: neither from another place nor from another folder.
+    # Now steps could be lost, so another place or another folder is refused.
     other = f"checkpoint.place={tmp_path / 'other'}"
     code, message = planted(run_dir, "draws", 1, *settings, other, resume="latest")
     assert code == 2

@@ -1,4 +1,4 @@
-"""`kimi-pretrain train --nnodes 2`: two torchruns that meet, here on one machine."""
+"""`kimi-pretrain train --nnodes 2`: two torchruns that rendezvous, here on one machine."""
 
 import json
 import os
@@ -25,7 +25,7 @@ STEPS = 12
 
 @contextmanager
 def machines(run_dir: Path, *arguments: str):
-    """Start the command once for each of two machines; ends what is left of it."""
+    """Start the command once for each of two machines; kill the remaining processes at the end."""
     (port,) = free_ports(1)
     command = [
         sys.executable, "-m", "launch.cli", "train", "--config", "tiny_cpu", "--run-dir",
@@ -57,9 +57,10 @@ def ends_well(started, logs):
 
 
 def starts_once(logs):
-    """But for a port that torchrun chose as free and another program then took: torch's own race.
+    """Check for a single start, except if another program took the port that torchrun chose.
 
-    That is worth another start, and says so (`launch.local.user_errors`).
+    That race is in torch; it is worth another start, and the message says so
+    (`launch.local.user_errors`).
     """
     words = logs[0].read_text() + logs[1].read_text()
     assert "exitcode" not in words or "another program listens there" in words
@@ -94,7 +95,7 @@ def test_two_machines_train_as_one_does(overrides, straight, tmp_path):
 
 
 def test_words_of_an_earlier_failure_keep_no_machine_from_starting(overrides, straight, tmp_path):
-    """Both remove them at the same time; so many that they hardly can do so one after the other."""
+    """Both machines remove the reports at once; there are too many to do so in turn."""
     run_dir = tmp_path / "run"
     for rank in range(4000):
         write_exit_report(run_dir, rank, ExitReport("of an earlier run"))
@@ -104,7 +105,7 @@ def test_words_of_an_earlier_failure_keep_no_machine_from_starting(overrides, st
     assert result(run_dir) == straight
     assert first_exit_report(run_dir) is None
     names = {file.name for file in (run_dir / "logs").glob("torchrun*.log")}
-    assert names == {f"torchrun_{socket.gethostname()}.log"}  # of each, but here they are one
+    assert names == {f"torchrun_{socket.gethostname()}.log"}  # one per host; here both are one
 
 
 def test_both_machines_go_on_after_one_lost_a_process(overrides, straight, tmp_path):
@@ -124,5 +125,5 @@ def test_both_machines_go_on_after_one_lost_a_process(overrides, straight, tmp_p
         ]
         ranks[0].send_signal(signal.SIGKILL)
         ends_well(started, logs)
-    assert "exitcode: -9" in logs[1].read_text()  # torchrun saw it, so there was a second start
+    assert "exitcode: -9" in logs[1].read_text()  # so there was a second start
     assert result(run_dir) == straight

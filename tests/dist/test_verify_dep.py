@@ -1,4 +1,4 @@
-"""`kimi-pretrain verify dep` as a person runs it: it passes what is right and finds every fault."""
+"""`kimi-pretrain verify dep` as a user runs it: it passes correct runs and finds every fault."""
 
 import json
 import subprocess
@@ -30,7 +30,7 @@ def failed(comparison: dict) -> set[str]:
     return {group["group"] for group in comparison["groups"] if not group["passed"]}
 
 
-# Two replicas, so that every fault can be had.
+# Two replicas allow every fault.
 LAYOUTS = {
     "DP2": layout(dp=2),
     "PP2 x VPP2 x EP2, in bubbles": (
@@ -54,11 +54,11 @@ def kept(where, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def self_test(where, data_root, kept):
-    """The reference has its rows in another order."""
+    """Result of a self-test whose reference has another row order."""
     return verify(
         "--config", "tiny_cpu", "--self-test", "--keep", str(kept),
         *SMALL, f"data.root={data_root}", *LAYOUTS[where], "data.order_rows=light_ends",
-        "data.rows_per_step=8",  # of four the wrong expert shows in the loss
+        "data.rows_per_step=8",  # with four rows the wrong expert would show in the loss
     )  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def test_the_step_with_dep_is_the_step_without(where, self_test):
     comparison = result["comparison"]
     assert [group["group"] for group in comparison["groups"]] == list(GROUPS)
     assert max(group["error"] for group in comparison["groups"]) < 1e-5
-    assert min(group["error"] for group in comparison["groups"]) > 0  # two runs, not one
+    assert min(group["error"] for group in comparison["groups"]) > 0  # the comparison has two runs
     silent = {group["group"] for group in comparison["groups"] if group["zero"]}
     assert silent <= {"experts"}
     for name in ("loss_tokens", "vision_tokens", "items"):
@@ -89,11 +89,11 @@ def test_a_planted_fault_is_found(fault, self_test):
     assert found["found"]
     comparison = found["comparison"]
     assert max(group["error"] for group in comparison["groups"]) > 1e-2
-    # Each is the fault that it says it is: in the right half, and visible in the loss or not.
+    # Each fault shows its signature: in the right half, and visible in the loss or not.
     if fault in ("doubled-gradient", "lost-gradient"):
         assert failed(comparison) == ENCODER
     elif fault == "unequal-sums":
-        # Of tensors that the last rank updates: its part of them, and nobody else has their sums.
+        # Only tensors that the last rank updates: it has its own part, and no rank has their sums.
         assert failed(comparison) <= ENCODER
     else:
         assert failed(comparison) == set(GROUPS)
@@ -106,7 +106,7 @@ def test_a_planted_fault_is_found(fault, self_test):
 
 @pytest.mark.parametrize("step", ["clean", "lost-gradient"])
 def test_the_table_is_that_of_the_kept_files(step, self_test, kept):
-    """The same numbers by plain numpy, from the files that --keep leaves."""
+    """Recomputes the table in plain numpy from the files of --keep."""
     result = told(self_test)
     assert json.loads((kept / "result.json").read_text()) == result
     table = result["comparison"] if step == "clean" else result["faults"][step]["comparison"]
@@ -132,7 +132,7 @@ def read(folder) -> dict[str, np.ndarray]:
 
 
 def test_a_shrunk_preset_with_a_fault_fails(data_root):
-    """Moonlight on two processes, with an update before the step that is compared."""
+    """Moonlight on two processes, with an update before the compared step."""
     done = verify(
         "--config", "moonlight_16b_a3b", "--shrink", "--processes", "2", "--steps", "2",
         "--plant", "lost-gradient", f"data.root={data_root}", "data.tokenizer=tokenizer.tiktoken",
@@ -141,13 +141,13 @@ def test_a_shrunk_preset_with_a_fault_fails(data_root):
     assert done.returncode == 1, done.stdout + done.stderr
     result = told(done)
     assert (result["passed"], result["planted"]) == (False, "lost-gradient")
-    assert failed(result["comparison"]) == ENCODER  # the rest agrees, after an update too
+    assert failed(result["comparison"]) == ENCODER  # the rest agrees, also after an update
     assert result["comparison"]["counts"]["steps"] == [2, 2]
     assert max(result["comparison"]["loss_errors"]) < 1e-5
     assert result["layout"] | {"pp": 2, "dp": 1} == result["layout"]
     changed = {key: new for key, _, new in result["changes"]}
     assert changed["model.language.num_layers"] == 4
-    assert changed["model.language.vocab_size"] < 1_000  # the tokenizer's
+    assert changed["model.language.vocab_size"] < 1_000  # the tokenizer's size
 
 
 def test_shrunk_presets_can_be_built():
@@ -165,5 +165,5 @@ for name in ("kimi_k25_1t", "moonlight_16b_a3b"):
     for line in done.stdout.splitlines()[-2:]:
         stages, language, vision = map(int, line.split())
         assert stages == 2
-        assert language < 60e6  # two tables of 163,840 words by 128, and little else
+        assert language < 60e6  # two tables of 163,840 x 128, and little else
         assert vision < 2e6

@@ -1,4 +1,4 @@
-"""`kimi-pretrain verify resume` as a person runs it: it passes what is right, finds every fault."""
+"""`kimi-pretrain verify resume` as a user runs it: it passes correct runs and finds every fault."""
 
 import json
 import subprocess
@@ -11,8 +11,8 @@ from tests.dist.jobs import SMALL, layout, read_metrics
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 
 GATE = "language_model.model.layers.1.mlp.gate"
-# Fault -> what shows it at the moment the run goes on (state, tensors), what of the first step
-# after it is the first to differ, and a word of the suggestion.
+# Fault -> its signature at the moment of the resume (state, tensors), the first number to differ in
+# the next step, and a word of the suggestion.
 SIGNS = {
     "unsaved-rng": (None, None, "loss", "random number"),
     "loader-off-by-one": ("loader.", None, "samples", "loader"),
@@ -55,14 +55,15 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(self_test, kept):
     assert comparison["steps"] == 2
     assert comparison["numbers"] > 80
     validated = (kept / "stopped" / "heldout.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in validated] == [0, 4]  # the last is compared
+    # The last validation is compared.
+    assert [json.loads(line)["step"] for line in validated] == [0, 4]
     assert comparison["tensors"] > 300
-    assert comparison["restored_tensors"] == []  # they were looked at
+    assert comparison["restored_tensors"] == []  # they were checked
     assert json.loads((kept / "result.json").read_text()) == result
 
 
 def test_the_stop_was_a_real_one(self_test, kept):
-    """One folder with the lines of both processes; what is saved at the stop is due to it alone."""
+    """One folder has the lines of both processes; only the stop causes the extra save."""
     assert self_test.returncode == 0
     assert [line["step"] for line in read_metrics(kept / "stopped")] == [1, 2, 3, 4]
     saved = {"stopped": ["step_00000002", "step_00000004"], "straight": ["step_00000004"]}
@@ -84,7 +85,7 @@ def test_a_planted_fault_is_found(fault, self_test):
     assert bool(restored) == (state is not None)
     assert all(name.startswith(tensor or "-") for name in comparison["restored_tensors"])
     assert bool(comparison["restored_tensors"]) == (tensor is not None)
-    # It is also there for who looks at the steps alone.
+    # A comparison of the steps alone also shows it.
     first = comparison["after"][0]
     assert (first["step"], first["name"]) == (3, number)
     assert not comparison["before"]
@@ -94,7 +95,7 @@ def test_a_planted_fault_is_found(fault, self_test):
 
 
 def test_a_fault_that_is_there_throughout_is_judged_by_its_own_run(self_test, kept):
-    """Where it has the random numbers of a run that is not stopped."""
+    """Its reference is an uninterrupted run that has the same fault."""
     own = read_metrics(kept / "faults" / "unsaved-rng-uninterrupted")
     clean = read_metrics(kept / "straight")
     assert own[0]["loss"] != clean[0]["loss"]
@@ -123,7 +124,7 @@ def test_in_another_layout_it_reads_the_same(data_root):
 
 @pytest.mark.slow
 def test_a_small_copy_with_a_fault_fails(data_root):
-    """bfloat16, so that there are masters to lose, saved without a background writer."""
+    """bfloat16 has masters to lose; saves run without a background writer."""
     done = verify(
         "--config", "tiny_cpu", "--plant", "lost-master", *SMALL, f"data.root={data_root}",
         *layout(), "train.dtype=bfloat16", "checkpoint.asynchronous=false",

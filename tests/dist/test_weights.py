@@ -1,8 +1,8 @@
-"""Weights out and in, against transformers' own classes: logits of the same numbers, in fp32.
+"""Exported and imported weights against transformers' own classes: the same logits, in fp32.
 
-The engine runs in a process of its own. transformers builds DeepSeek-V3's two latent norms with an
-epsilon of 1e-6 whatever the configuration says, the engine (as Megatron-Core, vLLM and SGLang) with
-the configuration's: with norm_eps=1e-6 both are the same, with 1e-5 they part by some 1e-5.
+The engine runs in a separate process. transformers builds DeepSeek-V3's two latent norms with an
+epsilon of 1e-6 whatever the configuration says. The engine (like Megatron-Core, vLLM and SGLang)
+uses the configured epsilon. With norm_eps=1e-6 both agree; with 1e-5 they differ by about 1e-5.
 """
 
 import json
@@ -29,20 +29,20 @@ from tests.unit.kimi_pretrain.weights.weight_folders import random_weights, with
 transformers = Later("transformers")
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
-TOLERANCE = 1e-5  # of the largest logit
+TOLERANCE = 1e-5  # relative to the largest logit
 YARN = "model.language.yarn={factor: 4.0, original_max_position: 32, beta_fast: 4.0}"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and where its weights begin."""
+    """A model and the origin of its weights."""
 
     name: str
     overrides: tuple[str, ...]
     latent_eps: float = 1e-6
 
 
-# The projector of Kimi's architecture is four towers wide, SMALL's too.
+# The projector of Kimi's architecture is four towers wide, and so is SMALL's.
 LATENT = Case(
     "latent, YaRN",
     (YARN, "model.language.norm_eps=1.0e-5", "model.language.rope_theta=300.0"),
@@ -62,14 +62,14 @@ CASES = (LATENT, PLAIN)
 
 
 def config_of(case):
-    """The configuration of a case, as the job has it."""
+    """Return the configuration of a case, as the job has it."""
     from kimi_pretrain.config import load_config
 
     return load_config("tiny_cpu", [*SMALL, *layout(), *case.overrides])
 
 
 def deepseek_of(language):
-    """transformers' model of a language model's sizes, with weights of its own."""
+    """Return transformers' model in a language model's sizes, with random weights."""
     config = transformers.DeepseekV3Config(**deepseek_v3(language, 128))
     model = transformers.DeepseekV3ForCausalLM(config)
     generator = torch.Generator().manual_seed(5)
@@ -85,7 +85,7 @@ def deepseek_of(language):
 
 @pytest.fixture(scope="module")
 def work(data_root, tmp_path_factory):
-    """Folders to start from, and what the engine makes of them: name -> logits."""
+    """Source folders, the engine's results by name, and transformers' models."""
     folder = tmp_path_factory.mktemp("weights")
     jobs = {}
 
@@ -107,9 +107,9 @@ def work(data_root, tmp_path_factory):
 
 
 def write_released(folder: Path) -> tuple[str, ...]:
-    """K2.5's released names: INT4 experts, and the same numbers in float32."""
+    """Write weights under K2.5's released names: INT4 experts, and equal numbers in float32."""
     config = config_of(LATENT)
-    # A tenth of the size: numbers of a trained model, not of noise.
+    # A tenth of the size, like the numbers of a trained model.
     weights = {n: 0.1 * t + (t.ndim == 1) * 0.9 for n, t in random_weights(config).items()}
     stored, meant = with_int4(weights)
     meant = {name: tensor.float() for name, tensor in meant.items()}
@@ -120,12 +120,12 @@ def write_released(folder: Path) -> tuple[str, ...]:
 
 
 def distance(ours, theirs) -> float:
-    """Largest difference, over the largest logit."""
+    """Return the largest difference, relative to the largest logit."""
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
 def logits_of(model, documents, pad=None, latent_eps=1e-6):
-    """Logits of each document alone; the image goes where its pads are."""
+    """Return logits of each document alone; the image replaces its pads."""
     tokens, patches, _ = inputs(768)
     for name, module in model.named_modules():
         if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
@@ -142,7 +142,7 @@ def logits_of(model, documents, pad=None, latent_eps=1e-6):
 
 
 def exported(folder, case, kind, **options):
-    """Export what the job saved; returns the folder."""
+    """Export the job's checkpoint; return the folder."""
     out = folder / f"{case.name} as {kind}"
     if not out.exists():
         chosen = hf_export.ExportOptions(kind, file_bytes=200_000, **options)
@@ -160,7 +160,7 @@ def test_an_export_computes_the_same_in_deepseek_v3(work, case):
     assert not any(told.values()), told
     ours = found[f"ours: {case.name}"]["logits"][:, : BORDERS[2]]
     assert distance(ours, logits_of(model, (0, 1), latent_eps=case.latent_eps)) <= TOLERANCE
-    # As it is shipped, with the other epsilon in its latent norms.
+    # The shipped model has the other epsilon in its latent norms.
     assert distance(ours, logits_of(model, (0, 1))) <= 1e-4
 
 
@@ -173,7 +173,7 @@ def test_an_export_generates_text_as_the_documentation_shows(work, capsys):
     assert capsys.readouterr().out.startswith("[BOS]The loader reads")
     ids, length = found["ids"], found["prompt"].shape[1]
     assert length < ids.shape[1] <= length + 20
-    with torch.no_grad():  # each is the best one after those before it
+    with torch.no_grad():  # each token is the most likely one after its predecessors
         logits = found["model"](ids[:, :-1]).logits
     assert torch.equal(logits.argmax(-1)[:, length - 1 :], ids[:, length:])
 
@@ -200,7 +200,7 @@ def test_their_saved_weights_compute_the_same_here(work, case):
 
 
 def test_released_names_and_int4_are_read(work):
-    """INT4 experts, and the numbers that they stand for, which transformers has loaded too."""
+    """INT4 experts equal their float32 values, which transformers loads too."""
     folder, found, _ = work
     int4, plain = (found[f"released: {kind}"]["logits"] for kind in ("int4", "float32"))
     assert torch.equal(int4, plain)
@@ -230,7 +230,7 @@ TENSOR_PARALLEL = (*layout(pp=2, ep=2), "layout.tp=2")
 
 
 def test_ranks_of_any_layout_start_with_the_weights_and_nothing_else(data_root, tmp_path):
-    """Masters come along where there are some; moments, steps and the loader begin anew."""
+    """Masters are kept where they exist; moments, steps and the loader start fresh."""
     place, plain = tmp_path / "trained", tmp_path / "plain"
     plain.mkdir()
     weights = random_weights(config_of(LATENT))
@@ -251,7 +251,7 @@ def test_ranks_of_any_layout_start_with_the_weights_and_nothing_else(data_root, 
     for name in ("tensor parallel", "wider", "language alone"):
         ranks = found[name]["ranks"]
         wrong = sorted({tensor for rank in ranks for tensor in rank["wrong"]})
-        if name == "language alone":  # the encoder keeps what the seed gave it
+        if name == "language alone":  # the encoder keeps its initial values from the seed
             wrong = [tensor for tensor in wrong if "language_model." in tensor]
         assert not wrong, (name, wrong[:3])
         assert sum(rank["moments"] for rank in ranks) == 0
@@ -262,13 +262,13 @@ def test_ranks_of_any_layout_start_with_the_weights_and_nothing_else(data_root, 
     assert any(not torch.equal(t, t.bfloat16().float()) for t in told), "masters say no more"
 
 
-# Evaluation -------------------------------------------------------------------------------------
+# Evaluation ---------------------------------------------------------------------------------------
 
 BOOK = " ".join(f"page {i}: the cat sat on a mat and saw {i % 10} red kites." for i in range(60))
 
 
 def held_out(data_root: Path, root: Path):
-    """Sources of texts and of pictures, counted with the corpus's tokenizer; returns it."""
+    """Write sources of texts and pictures; return the corpus's tokenizer and the texts' ids."""
     from data_pipeline.ingest.ingest import CrudeSample, ImageSegment, TextSegment, ingest
     from data_pipeline.store.open import open_store
     from data_pipeline.text import Tokenizer
@@ -306,7 +306,7 @@ leave(0)
 
 
 def test_an_evaluation_counts_what_it_says(work, data_root, tmp_path):
-    """Whole texts, longer ones than a microbatch too, against transformers; what is left out."""
+    """Whole texts, some longer than a microbatch, against transformers; omissions are counted."""
     folder, _, _ = work
     tokenizer, texts = held_out(data_root, tmp_path)
     (step,) = (folder / PLAIN.name).iterdir()
@@ -336,7 +336,7 @@ def test_an_evaluation_counts_what_it_says(work, data_root, tmp_path):
         with torch.no_grad():
             mean = model(torch.tensor([ids]), labels=labels[None]).loss
         total, tokens = total + float(mean) * int(mask.sum()), tokens + int(mask.sum())
-    assert tokens == len(said) + 1 + len(book) + 1  # and no token twice
+    assert tokens == len(said) + 1 + len(book) + 1  # no token counts twice
     assert of_texts["loss"] == pytest.approx(total / tokens, rel=1e-5)
     assert of_texts["perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-4)
     assert (of_texts["samples"], of_texts["tokens"], of_texts["split"]) == (2, tokens, 1)

@@ -1,4 +1,4 @@
-"""Actions of worker.py about first weights: logits of a model, what ranks hold after a start."""
+"""Actions of worker.py on initial weights: logits, and the ranks' tensors after a start."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ VISION_TOKENS = GRID[1] * GRID[2] // 4
 
 
 def scramble(tensors: dict[str, torch.Tensor]) -> None:
-    """Move every weight far from its gentle start, so that none could be taken for another."""
+    """Move every weight far from its initial value, so that weights cannot be confused."""
     generator = torch.Generator().manual_seed(2)
     for name, tensor in sorted(tensors.items()):
         noise = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
@@ -25,7 +25,7 @@ def scramble(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def inputs(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Tokens [1, 128] with media pads, patches [24, 3, 14, 14] of bytes, the pads' id."""
+    """Return tokens [1, 128] with media pads, patches [24, 3, 14, 14] uint8, and the pad id."""
     generator = torch.Generator().manual_seed(3)
     pad = vocab_size - 256 + 21
     tokens = torch.randint(0, vocab_size - 256, (1, BORDERS[-1]), generator=generator)
@@ -35,7 +35,7 @@ def inputs(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, int]:
 
 
 def weights_logits(run) -> dict:
-    """Logits [1, 128, vocab] of three documents, one with an image, whatever the run starts from.
+    """Return logits [1, 128, vocab] of three documents, one with an image.
 
     A run that starts from its seed is scrambled first, and saved to `checkpoint.place`.
     """
@@ -63,7 +63,7 @@ def weights_logits(run) -> dict:
 
 
 def weights_trained(run) -> str:
-    """Two steps, and a checkpoint of them."""
+    """Take two steps and save a checkpoint."""
     for _ in range(2):
         run.train_step.run(next(run.loader))
         run.step += 1
@@ -71,10 +71,10 @@ def weights_trained(run) -> str:
 
 
 def weights_started(run) -> dict:
-    """What of a run's tensors is not what the folder holds that it started from.
+    """Return how a run's tensors differ from the folder it started from.
 
-    Read with the library, by names. A master copy is the folder's own, or the weight widened; a
-    weight that gets wider here is made from the folder's master copy.
+    The folder is read with the safetensors library, by name. A master copy is the folder's own, or
+    the widened weight. A weight that gets wider here comes from the folder's master copy.
     """
     folder = Path(run.config.train.start_from)
     files = {f.name: safe_open(f, framework="pt") for f in folder.glob("*.safetensors")}
@@ -92,7 +92,7 @@ def weights_started(run) -> dict:
             kept = stored(name)
             wanted = weight if kept is None else kept
         elif name.startswith("optim."):
-            moments += bool(tensor.any())  # fresh: all zeros
+            moments += bool(tensor.any())  # all zeros if fresh
             continue
         else:
             wanted, kept = stored(name), stored(f"optim.master.{name}")

@@ -1,4 +1,4 @@
-"""One process of a test job: `python worker.py OUT` does what OUT/jobs.json says; see jobs.py."""
+"""One process of a test job: `python worker.py OUT` runs the jobs in OUT/jobs.json; see jobs.py."""
 
 import json
 import sys
@@ -26,7 +26,7 @@ from tests.dist.weights_case import ACTIONS as WEIGHTS
 
 
 def main(out: Path) -> None:
-    """Do each job in turn, in the same processes: to start them takes longer than most jobs."""
+    """Run the jobs in the same processes, because starting them takes longer than most jobs."""
     from kimi_pretrain.config import load_config
     from kimi_pretrain.engine import mesh as engine_mesh
     from kimi_pretrain.run import Run
@@ -54,10 +54,10 @@ def main(out: Path) -> None:
 
 
 def mesh_of(config: Any, before: Any) -> Any:
-    """Return the mesh of a layout, in the place of another's.
+    """Return the mesh of a layout and destroy the previous one.
 
-    Each of gloo's groups, twenty a mesh, keeps three threads that wake a hundred times a second:
-    those of meshes that are no more were a third of all time, and Megatron-Core only forgets them.
+    A mesh has twenty gloo groups, each with three threads that wake a hundred times a second. The
+    threads of old meshes took a third of all time, and Megatron-Core only drops its references.
     """
     from megatron.core import parallel_state
 
@@ -65,7 +65,7 @@ def mesh_of(config: Any, before: Any) -> Any:
 
     if before is None:
         return engine_mesh.start(config.layout, config.train.timeout_seconds)
-    before.barrier()  # nobody waits in one of them
+    before.barrier()  # no rank may still wait in an old group
     _, *groups = parallel_state._global_process_group_list or [None]
     parallel_state.destroy_model_parallel()
     for group in groups:

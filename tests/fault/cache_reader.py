@@ -1,4 +1,4 @@
-"""What the processes of the cache's fault tests run; kept small, for every process imports it."""
+"""Functions run by the processes of the cache fault tests; small, as every process imports it."""
 
 import hashlib
 import os
@@ -16,14 +16,14 @@ BLOCK = 4096
 
 
 class CountedStore(FolderStore):
-    """Writes a line per read into a file that all processes share: key, offset, length."""
+    """Appends a line (key, offset, length) per read to a log shared by all processes."""
 
     def __init__(self, root: Path, log: Path, delay_s: float = 0.0, hang: bool = False) -> None:
         super().__init__(root)
         self._log, self._delay_s, self._hang = log, delay_s, hang
 
     def get(self, key, offset=0, length=None, *, etag=None):
-        with self._log.open("a") as log:  # one short write in append mode: lines never mix
+        with self._log.open("a") as log:  # a short append, so lines never interleave
             log.write(f"{key} {offset} {length}\n")
         time.sleep(1000.0 if self._hang else self._delay_s)
         return super().get(key, offset, length, etag=etag)
@@ -35,7 +35,7 @@ def requests(log: Path) -> list[tuple[str, int, int]]:
 
 
 def open_cache(folder: Path, config: dict, **how) -> CachedStore:
-    """Over `folder`/objects; the node's shared memory is `folder`/shm, a link into /dev/shm."""
+    """Open a cache over `folder`/objects; `folder`/shm links to the node's shared memory."""
     cache_node.SHARED_MEMORY = (folder / "shm").resolve()
     inner = CountedStore(folder / "objects", folder / "log", **how)
     store = CachedStore(inner, CacheConfig(**{"block_bytes": BLOCK, **config}))
@@ -46,7 +46,7 @@ def open_cache(folder: Path, config: dict, **how) -> CachedStore:
 
 
 def meet(folder: Path, processes: int) -> None:
-    """Go on when that many processes are here."""
+    """Wait until that many processes have called this."""
     (folder / f"here-{os.getpid()}").touch()
     deadline = time.monotonic() + 80.0
     while len(list(folder.glob("here-*"))) < processes:
@@ -57,8 +57,8 @@ def meet(folder: Path, processes: int) -> None:
 def random_reads(
     folder: Path, config: dict, seed: int, count: int, processes: int = 1
 ) -> CacheStats:
-    """Read random ranges in both ways and compare each with the file."""
-    cache_blocks._MOST_OPEN = 8  # so that blocks are opened again and again
+    """Read random ranges by both methods and compare each with the file."""
+    cache_blocks._MOST_OPEN = 8  # forces blocks to be reopened again and again
     meet(folder, processes)
     rng = random.Random(seed)
     files = {path.name: path.read_bytes() for path in sorted((folder / "objects").iterdir())}
@@ -78,7 +78,7 @@ def random_reads(
 
 
 def whole_reads(folder: Path, config: dict, seed: int, processes: int) -> CacheStats:
-    """Read all objects whole, in a random order."""
+    """Read all objects whole, in random order."""
     meet(folder, processes)
     keys = sorted(path.name for path in (folder / "objects").iterdir())
     random.Random(seed).shuffle(keys)
@@ -89,12 +89,13 @@ def whole_reads(folder: Path, config: dict, seed: int, processes: int) -> CacheS
 
 
 def s3_epoch(folder: Path, uri: str, endpoint: str, seed: int, processes: int) -> int:
-    """Read every sample (1,000 bytes) of a shard once, in batches in a random order.
+    """Read every sample (1,000 bytes) of a shard once, in randomly ordered batches.
 
     Returns:
-        Requests that this process sent to the server.
+        Number of requests that this process sent to the server.
     """
-    from data_pipeline.store.open import open_store  # boto3: not for the processes that need none
+    # Imports boto3, which the other processes do not need.
+    from data_pipeline.store.open import open_store
 
     cache_node.SHARED_MEMORY = (folder / "shm").resolve()
     config = CacheConfig(folder=str(folder / "disk"), memory_bytes=1 << 22, block_bytes=1 << 16)
@@ -108,19 +109,19 @@ def s3_epoch(folder: Path, uri: str, endpoint: str, seed: int, processes: int) -
             batch = samples[i : i + 16]
             wanted = [data[offset : offset + length] for _, offset, length in batch]
             assert store.get_many(batch) == wanted
-        meet(folder / "done", processes)  # the last one out takes the shared memory along
+        meet(folder / "done", processes)  # the last process to close removes the shared memory
         return store.stats.requests
 
 
 def one_read(folder: Path, config: dict, hang: bool) -> bytes:
-    """Read the first three blocks of `shard-0`; `hang`: never come back from the store."""
+    """Read the first three blocks of `shard-0`; with `hang`, the store never returns."""
     with open_cache(folder, config, hang=hang) as store:
         meet(folder, 1)
         return store.get("shard-0", 10, 3 * BLOCK - 10)
 
 
 def hold_open(folder: Path, config: dict) -> None:
-    """Fill the cache, say so, and stay."""
+    """Fill the cache, signal readiness, and stay alive."""
     store = open_cache(folder, config)
     store.get("shard-0")
     (folder / "ready").touch()

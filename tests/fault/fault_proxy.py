@@ -1,7 +1,7 @@
 """An HTTP/1.1 proxy on the loopback that breaks chosen answers of the S3 server behind it.
 
-The Host header is passed on as it is, so signatures still verify. `proxy.faults` is a script, a
-list that a test may change at any time:
+It passes the Host header on unchanged, so signatures still verify. `proxy.faults` is a list that a
+test may change at any time:
 
     with FaultProxy(server.endpoint) as proxy:
         store = open_store("s3://bucket", endpoint=proxy.endpoint)
@@ -12,8 +12,8 @@ list that a test may change at any time:
         ...
         assert proxy.count("truncate") == 1
 
-Each request takes the first fault of the list that it matches; one without passes. A fault leaves
-the list when it is used up. `proxy.requests` is what came by, in the order of its coming.
+Each request gets the first fault in the list that matches it; a request without a match passes. A
+used-up fault leaves the list. `proxy.requests` records the requests in order of arrival.
 """
 
 import array
@@ -34,11 +34,11 @@ from urllib.parse import urlsplit
 
 _HOST = "127.0.0.1"
 KINDS = (
-    *("slowdown", "error", "expired", "refuse", "odd"),  # no answer of the server's
-    *("late", "slow", "truncate", "reset", "stall", "corrupt"),  # the server's, spoilt
+    *("slowdown", "error", "expired", "refuse", "odd"),  # the server does not see the request
+    *("late", "slow", "truncate", "reset", "stall", "corrupt"),  # the server's answer, altered
 )
 
-# Answers that are none of S3, by name: status, headers, body.
+# Answers that no S3 server gives, by name: status, headers, body.
 ODD = {
     "page": ("200 OK", "Content-Type: text/html", "<!DOCTYPE html><html><p>Welcome</p></html>"),
     "error": ("200 OK", "", "<Error><Code>InternalError</Code></Error>"),
@@ -53,7 +53,7 @@ ODD = {
 
 @dataclass(frozen=True)
 class Request:
-    """What came by. `fault` is the kind of what was done to it, "" for nothing."""
+    """A recorded request. `fault` is the kind of the applied fault, "" for none."""
 
     method: str
     path: str
@@ -66,25 +66,22 @@ class Request:
 
 @dataclass(eq=False)
 class Fault:
-    """What to break.
+    """A fault and the requests it applies to.
 
     kind:
         "slowdown" answers 503 SlowDown, "expired" 400 ExpiredToken, "error" `status` and `code`;
-        "odd" what no S3 server says: `code` names one of `ODD`;
+        "odd" gives an answer that no S3 server gives; `code` names an entry of `ODD`;
         "refuse" resets the connection before any answer; "late" only waits for `delay` seconds;
         "slow" sends the body with `rate` bytes a second; "truncate" closes the connection after
         `after` bytes of the body, "reset" does so with a TCP reset, "stall" sends no more but
         keeps it open for `delay` seconds; "corrupt" flips a bit of byte `after` of the body (or
         of its last byte). A body that is shorter than `after` passes whole.
-    delay, rate: go with every kind: the answer comes so much later (but "stall"), at that rate.
-    method: of the requests to take; "" takes any.
-    path: regular expression to be found in path and query.
-    only: a further condition on the request.
-    p: the share of matching requests to take, drawn by the proxy's own generator.
-    times: how many requests to take; None: any number.
-    seconds: how long to go on after the first one taken.
-    then: called when it is done, before the client can know.
-    taken: counts.
+    delay, rate: combine with every kind: the answer is delayed (except for "stall") and throttled.
+    method: HTTP method of the requests; "" matches any. path: regular expression searched in path
+    and query. only: a further condition on the request. p: probability of the fault per matching
+    request, drawn by the proxy's own generator. times: number of requests to break; None for any
+    number. seconds: duration of the fault after the first broken request. then: called after the
+    fault, before the client can notice it. taken: number of broken requests so far.
     """
 
     kind: str
@@ -125,7 +122,7 @@ class Fault:
 
 
 class FaultProxy:
-    """Context manager; `faults` is the script, `requests` what came by, `upstream` the server."""
+    """Context manager; `faults` is the script, `requests` the log, `upstream` the server."""
 
     def __init__(self, upstream: str, seed: int = 0) -> None:
         self.upstream = upstream
@@ -133,7 +130,8 @@ class FaultProxy:
         self.requests: list[Request] = []
         self.endpoint = ""
         self._draw = random.Random(seed)
-        # asyncio holds tasks by weak references: one that waits for the server would be collected.
+        # asyncio holds tasks by weak references, so a task that waits for the server could be
+        # collected.
         self._tasks: set[asyncio.Task[None] | None] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -157,7 +155,7 @@ class FaultProxy:
         self._loop.close()
 
     def count(self, fault: str, method: str = "") -> int:
-        """How many requests got a fault of that kind ("": none)."""
+        """Return how many requests got a fault of that kind ("" counts those without a fault)."""
         return sum(r.fault == fault and method in ("", r.method) for r in self.requests)
 
     async def _end(self) -> None:
@@ -193,7 +191,7 @@ class FaultProxy:
         return None
 
     def _drop(self, fault: Fault) -> None:
-        if fault in self.faults:  # a test may have taken it out meanwhile
+        if fault in self.faults:  # a test may have removed it meanwhile
             self.faults.remove(fault)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -208,7 +206,7 @@ class FaultProxy:
             writer.close()
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One request and its answer, of the one connection."""
+        """Handle the single request of a connection."""
         head = await reader.readuntil(b"\r\n\r\n")
         fault = self._take(head)
         if fault and fault.kind != "stall":
@@ -222,7 +220,7 @@ class FaultProxy:
             await _done(fault)
             _reset(writer)
         else:
-            # One upstream connection per request: its end is the end of the answer.
+            # Each request uses its own upstream connection, whose end marks the end of the answer.
             head = re.sub(rb"(?i)\r\nconnection:[^\r]*", b"", head)[:-2]
             await self._pass_on(head + b"Connection: close\r\n\r\n", reader, writer, fault)
 
@@ -237,7 +235,7 @@ class FaultProxy:
         upstream, sink = await asyncio.open_connection(address.hostname, address.port)
         try:
             sink.write(head)
-            body = asyncio.ensure_future(_copy(reader, sink))  # nothing, or the body of a PUT
+            body = asyncio.ensure_future(_copy(reader, sink))  # the body of a PUT, or nothing
             try:
                 if fault is None:
                     await _copy(upstream, writer)
@@ -275,14 +273,14 @@ async def _done(fault: Fault) -> None:
 
 
 async def _linger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Let the client read the answer: closing before its body has come in would be a reset."""
+    """Let the client read the answer; closing before its request has arrived would be a reset."""
     writer.write_eof()
     with suppress(TimeoutError):
         await asyncio.wait_for(reader.read(-1), 5.0)
 
 
 def _in_flight(writer: asyncio.StreamWriter) -> bool:
-    """Whether bytes that were written have not come to the client's system."""
+    """Return whether written bytes have not yet reached the client's system."""
     if writer.is_closing():
         return False
     unsent = array.array("i", [0])
@@ -299,7 +297,7 @@ def _reset(writer: asyncio.StreamWriter) -> None:
 async def _answer(
     upstream: asyncio.StreamReader, writer: asyncio.StreamWriter, fault: Fault
 ) -> None:
-    """Pass an answer on, spoilt."""
+    """Forward an answer with the fault applied."""
     while (head := await upstream.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 1"):
         writer.write(head)  # 100 Continue
     writer.write(head)
@@ -325,7 +323,7 @@ async def _answer(
     if fault.kind == "stall":
         await asyncio.sleep(fault.delay)
     if fault.kind == "reset" and sent == cut:
-        # What is still in flight would be lost with a reset; let it arrive first.
+        # A reset would discard bytes in flight, so let them arrive first.
         while _in_flight(writer):
             await asyncio.sleep(0.01)
         _reset(writer)

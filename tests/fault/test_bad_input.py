@@ -1,6 +1,6 @@
-"""What a user gets wrong is one clear line before training starts; one bad sample is skipped.
+"""User errors give one clear line before training starts; a single bad sample is skipped.
 
-Each case runs the real command in a process of its own, against a folder or a real S3 server.
+Each case runs the real command in a separate process, against a folder or a real S3 server.
 """
 
 import shutil
@@ -56,7 +56,7 @@ def test_wrong_credentials_and_missing_bucket(s3_environment, monkeypatch, tmp_p
 
 @pytest.mark.parametrize("axes", [{}, dict(pp=2, dp=2)], ids=["one process", "one rank of four"])
 def test_shard_that_the_index_does_not_match(axes, damaged, tmp_path):
-    """Ranks divide the shards: one finds it, while the others wait for it in a collective."""
+    """One rank finds the error in its shard while the others wait in a collective."""
     shard = damaged / "words" / "000000.tar"
     shard.write_bytes(shard.read_bytes() + bytes(512))
     line = refused(tmp_path, f"data.root={damaged}", axes=axes)
@@ -77,7 +77,7 @@ def test_tokenizer_larger_than_the_model(data_root, tmp_path):
 
 
 def damage_media(root: Path) -> int:
-    """Overwrite the first bytes of every third picture (not of the samples probed at the start)."""
+    """Overwrite the first bytes of every third picture, except in samples probed at the start."""
     index = read_index(open_store(str(root)), "pictures")
     shards: dict[str, bytearray] = {}
     damaged = 0

@@ -1,4 +1,4 @@
-"""The cache among processes that come, go and die, and on disks that fill up."""
+"""The cache under processes that come, go and die, and on disks that fill up."""
 
 import errno
 import logging
@@ -27,8 +27,8 @@ from tests.fault.cache_reader import BLOCK, requests
 
 pytestmark = pytest.mark.fault
 
-SPAWN = multiprocessing.get_context("spawn")  # with the variables of the test that starts it
-FORKS = multiprocessing.get_context("forkserver")  # without half a second of imports each
+SPAWN = multiprocessing.get_context("spawn")  # inherits the environment variables of the test
+FORKS = multiprocessing.get_context("forkserver")  # saves half a second of imports per process
 FORKS.set_forkserver_preload([cache_reader.__name__])
 SIZES = {"shard-0": 13 * BLOCK + 77, "shard-1": 8 * BLOCK, "shard-2": 100}
 BLOCKS = 14 + 8 + 1
@@ -41,7 +41,7 @@ TIERS = {
 
 @pytest.fixture
 def node(tmp_path, monkeypatch):
-    """Objects to read, and a corner of the real shared memory as this node's /dev/shm."""
+    """Objects to read, and a folder in the real shared memory that acts as this node's /dev/shm."""
     rng = random.Random(0)
     (tmp_path / "objects").mkdir()
     for name, size in SIZES.items():
@@ -52,7 +52,7 @@ def node(tmp_path, monkeypatch):
     yield tmp_path
     left = sorted(str(path) for path in shared_memory.rglob("*"))
     shutil.rmtree(shared_memory)
-    assert left == []  # whatever a test does, closing leaves nothing
+    assert left == []  # closing leaves nothing behind, whatever the test did
 
 
 def config(node: Path, tiers: str, **more) -> dict:
@@ -75,9 +75,9 @@ def wait_until(condition, seconds: float = 50.0) -> None:
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_requests_do_not_grow_with_the_processes(node, processes):
-    """At most one request per block, and every byte once, however many processes read."""
+    """Any number of processes costs at most one request per block, and no byte is read twice."""
     settings = config(node, "both")
-    # Held open, or the first to finish takes the shared memory along before the last has begun.
+    # Keep the cache open; else the first process to finish removes the shared memory too early.
     with cache_reader.open_cache(node, settings), ProcessPoolExecutor(processes, FORKS) as pool:
         futures = [
             pool.submit(cache_reader.random_reads, node, settings, seed, 60, processes)
@@ -94,7 +94,7 @@ def test_requests_do_not_grow_with_the_processes(node, processes):
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_requests_to_s3_for_an_epoch_of_a_shard(node, s3_environment, processes):
-    """Never more than one per block, where without a cache it is one per sample and process."""
+    """At most one request per block; without a cache it is one per sample and process."""
     uri = f"s3://{s3_environment.bucket}/cache-{processes}"
     data = random.Random(2).randbytes(20 * (1 << 16) + 5000)
     (node / "shard").write_bytes(data)
@@ -134,7 +134,7 @@ def test_a_killed_fetcher_does_not_hold_up_the_others(node):
         fetcher.join()
         wanted = (node / "objects" / "shard-0").read_bytes()[10 : 3 * BLOCK]
         assert [future.result(timeout=100) for future in futures] == [wanted, wanted]
-    # The killed one's, and one of the two that waited.
+    # One request of the killed process, and one of the two that waited.
     assert requests(node / "log") == [("shard-0", 0, 3 * BLOCK)] * 2
 
 
@@ -143,7 +143,7 @@ def test_waiting_ends_and_names_the_process_that_hangs(node):
     try:
         wait_until(lambda: len(requests(node / "log")) == 1)
         with cache_reader.open_cache(node, config(node, "memory", wait_s=0.3)) as store:
-            # Blocks that nobody fetches are free all the while.
+            # Blocks that no process fetches stay available.
             assert len(store.get("shard-0", 5 * BLOCK, 3)) == 3
             message = f"0.3 s for process {fetcher.pid} on .*/shard-0, blocks 2 to 3"
             with pytest.raises(CacheTimeout, match=message):
@@ -151,7 +151,7 @@ def test_waiting_ends_and_names_the_process_that_hangs(node):
     finally:
         fetcher.kill()
         fetcher.join()
-    # What the killed one left goes with the next that comes and leaves.
+    # The next process to open and close the cache removes what the killed one left.
     with cache_reader.open_cache(node, config(node, "memory")) as store:
         assert len(store.get("shard-0", 2 * BLOCK, BLOCK + 1)) == BLOCK + 1
 
@@ -162,7 +162,7 @@ def test_shared_memory_of_a_killed_process_is_reclaimed(node):
     wait_until((node / "ready").exists)
     blocks = list((node / "shm").resolve().rglob("*.block"))
     assert len(blocks) == 14
-    # A cache of another size cannot use it, and must leave it while it is in use.
+    # A cache of another size cannot use the memory, and must keep it while it is in use.
     with cache_reader.open_cache(node, config(node, "memory", memory_bytes=1 << 21)):
         assert all(path.exists() for path in blocks)
     os.kill(holder.pid, signal.SIGKILL)
@@ -224,7 +224,7 @@ def test_the_limit_holds_over_processes_that_read_and_evict(node, tier):
 
 
 def held(folder: Path) -> int:
-    """Bytes of block files and of those being written, at a moment when none come or go."""
+    """Return the bytes of block files, finished or partial, while the ledger is locked."""
     with locked_file(folder / "ledger", 60.0):
         return sum(p.stat().st_size for p in folder.iterdir() if p.name != "ledger")
 
@@ -251,7 +251,7 @@ def test_processes_killed_at_any_moment_break_nothing(node):
 
 @contextmanager
 def mounted(folder: Path, size: str) -> Iterator[None]:
-    """A file system of its own, really full when it is full."""
+    """Mount a separate file system that can really fill up."""
     folder.mkdir(exist_ok=True)
     mount = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "none", str(folder)],
@@ -293,11 +293,11 @@ def test_a_full_disk_is_said_once_and_gone_without(node, small_disk, tiers, capl
     assert counts.off == ("disk",)
     assert counts.failures > 0
     assert counts.corrupt == 0
-    assert (counts.disk_hits > 0) == (tiers == "disk")  # what fitted is used
+    assert (counts.disk_hits > 0) == (tiers == "disk")  # cached blocks are still used
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert os.strerror(errno.ENOSPC) in caplog.text
     assert not list(small_disk.glob(".part-*"))
-    # Somebody makes room: the next process keeps blocks again, and nothing there is broken.
+    # After space is freed, the next process caches blocks again and finds none broken.
     subprocess.run(["mount", "-o", "remount,size=1m", str(small_disk)], check=True)
     with cache_reader.open_cache(node, config(node, tiers)) as store:
         read_all(node, store)
@@ -329,7 +329,7 @@ def test_full_shared_memory(node, caplog, tiers):
             assert store.cache_stats.corrupt == 0
         assert len(caplog.records) == 1
         assert os.strerror(errno.ENOSPC) in caplog.text
-        # Not even room for the number in the ledger, or for a note beside a lock.
+        # No space even for the number in the ledger or the note in a lock file.
         fill((node / "shm").resolve())
         with cache_reader.open_cache(node, config(node, tiers)) as store:
             read_all(node, store)
@@ -345,7 +345,7 @@ def test_a_limit_of_file_sizes(node, caplog):
             read_all(node, store)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        # The last, short block fits below the limit, and comes after others that do not.
+        # The last, short block fits below the limit, but it comes after blocks that do not.
         assert store.cache_stats.off == ("disk",)
     assert os.strerror(errno.EFBIG) in caplog.text
     assert not list((node / "disk").glob(".part-*"))

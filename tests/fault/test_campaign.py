@@ -1,7 +1,7 @@
 """The short form of `tests.fault.campaign`: one kill in an upload, one intruder, planted secrets.
 
-Everything lies in a real S3 server, whose keys are in a profile's file and nowhere else: at the end
-they may be found in no file, no message, no argument and no environment of any process.
+All data is in a real S3 server, whose keys are only in a credentials file. Afterwards the keys must
+not appear in any file, message, argument or environment of any process.
 """
 
 import os
@@ -34,7 +34,7 @@ BUCKET, STEPS = "short", 6
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
-    """A server, its keys in a credentials file, and an environment that points to them alone."""
+    """A server whose keys are only in a credentials file, which the environment names."""
     folder = tmp_path_factory.mktemp("planted")
     key, secret = f"PLANTEDKEY{secrets.token_hex(5)}", f"plantedSecret{secrets.token_hex(12)}"
     with (
@@ -54,7 +54,7 @@ def planted(tmp_path_factory):
 
 
 class Watcher(threading.Thread):
-    """Takes down arguments and environments of a training's processes while they live."""
+    """Records arguments and environments of a training's processes while they live."""
 
     def __init__(self, training: Training) -> None:
         super().__init__(daemon=True)
@@ -72,10 +72,10 @@ class Watcher(threading.Thread):
 
 @pytest.fixture(scope="module")
 def story(planted):
-    """A run left alone; one that is intruded upon, killed in an upload, and gone on with.
+    """An undisturbed run, and a run with an intruder that is killed in an upload and resumed.
 
-    That one is started from a folder whose modules have the names of Python's own, by processes
-    that are what they seem; the others are forks.
+    The second run uses real processes and starts in a folder with modules named like those of the
+    standard library. The other commands are forks.
     """
     elsewhere = planted.folder / "elsewhere"
     elsewhere.mkdir(parents=True)
@@ -121,7 +121,7 @@ def story(planted):
 def _train(run_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = ["-m", "launch.cli", "train", "--config", "tiny_cpu", "--run-dir", str(run_dir)]
     done = fork_server.run([*command, *arguments], timeout=200)
-    with run_dir.with_suffix(".out").open("a") as file:  # where secrets are looked for
+    with run_dir.with_suffix(".out").open("a") as file:  # the search for secrets covers this file
         file.write(done.stdout + done.stderr)
     return done
 
@@ -176,7 +176,7 @@ def test_a_second_run_in_the_folder_was_refused(story):
 
 
 def test_no_secret_is_anywhere(story, planted):
-    """Run folders, checkpoints, what was printed, arguments, environments."""
+    """Checks run folders, checkpoints, output, arguments and environments."""
     found, files = [], 0
     for file in planted.folder.rglob("*"):
         if file.is_file():
@@ -199,7 +199,7 @@ def test_no_secret_is_anywhere(story, planted):
 
 
 def test_errors_of_the_store_show_no_secret(planted, tmp_path, monkeypatch):
-    """Refused, away, and a profile that does not exist: as the training tells them."""
+    """Covers a refusal, an absent server and an unknown profile."""
     token = f"plantedToken{secrets.token_hex(8)}"
     wrong = f"wrong{planted.secret}"
     monkeypatch.delenv("AWS_PROFILE")
@@ -220,7 +220,7 @@ def test_errors_of_the_store_show_no_secret(planted, tmp_path, monkeypatch):
 
 
 def test_phases_are_told_by_files_and_functions_that_exist():
-    """A name that has moved would be missed by no other test."""
+    """No other test would notice a renamed file or function."""
     megatron = Path(find_spec("megatron.core").origin).parent
     ours = [ROOT / name for name in ("data_pipeline", "kimi_pretrain", "launch")]
     files = [str(file) for root in (*ours, megatron) for file in root.rglob("*.py")]
@@ -231,7 +231,7 @@ def test_phases_are_told_by_files_and_functions_that_exist():
 
 
 def test_phases_are_read_from_stacks():
-    """The innermost frame that is known decides."""
+    """The innermost known frame decides."""
     for phase, file in (
         ("optimizer", "kimi_pretrain/optim/muon.py"),
         ("waiting for data", "data_pipeline/loader.py"),
@@ -244,7 +244,7 @@ def test_phases_are_read_from_stacks():
 
 
 def test_a_killed_command_takes_torchrun_with_it(tmp_path):
-    """Without its help: the kernel does it. What torchrun started ends by its own such rule."""
+    """The kernel kills torchrun's process, whose children end by the same rule."""
     code = (
         "import sys; from pathlib import Path; from launch.local import supervise\n"
         "child = [sys.executable, '-c', 'import time; time.sleep(600)', sys.argv[1]]\n"
@@ -255,7 +255,7 @@ def test_a_killed_command_takes_torchrun_with_it(tmp_path):
     with subprocess.Popen(command, env=environment) as process:
         try:
             watched = psutil.Process(process.pid)
-            # Not before it is that program: on the way there it is told to end with its parent.
+            # Wait until the program runs: its parent-death signal is set before exec.
             program = "import time; time.sleep(600)"
             (child,) = wait_until(
                 lambda: [one for one in watched.children() if program in one.cmdline()],

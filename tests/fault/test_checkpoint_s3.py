@@ -1,4 +1,4 @@
-"""Checkpoints on a real S3 server, with the network between failing while they are written."""
+"""Checkpoints on a real S3 server over a network that fails during writes."""
 
 import json
 import os
@@ -21,12 +21,12 @@ from tests.unit.kimi_pretrain.checkpoint import ranks
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(240)]
 
-LARGE = 100_000  # 23 MB: goes up in parts
+LARGE = 100_000  # 23 MB, uploaded in parts
 
 
 @pytest.fixture
 def place(s3_environment, proxy, monkeypatch, request):
-    """A place of its own, through the proxy, for this process and for the writers."""
+    """A separate checkpoint place, reached through the proxy by this process and the writers."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
     name = request.node.name.split("[")[0]
     found = open_place(f"s3://{s3_environment.bucket}/{name}")
@@ -41,7 +41,7 @@ def save(place, step: int, size: int = 64, *overrides: str) -> CheckpointSaver:
 
 
 def save_two(place) -> None:
-    """Checkpoints of steps 1 and 2."""
+    """Save checkpoints of steps 1 and 2."""
     saver = save(place, 1)
     saver.finish()
     saver.begin(ranks.tensors(2), ranks.state(2, 2))
@@ -50,14 +50,14 @@ def save_two(place) -> None:
 
 
 def uploads(place) -> list[str]:
-    """Keys of uploads in parts that were never completed."""
+    """Return the keys of multipart uploads that were never completed."""
     reply = place.store._request("list_multipart_uploads", "", {"Prefix": ""})
     prefix = place.uri.split("/", 3)[-1]
     return [u["Key"] for u in reply.get("Uploads", ()) if u["Key"].startswith(f"{prefix}/")]
 
 
 def test_saved_found_and_loaded(place):
-    """By two ranks; what is kept and what goes; the manifest alone makes a checkpoint."""
+    """Two ranks save; old checkpoints are removed; a checkpoint exists only with its manifest."""
     config = ranks.config("checkpoint.keep_last=2")
 
     def work(mesh):
@@ -110,7 +110,7 @@ def test_what_a_killed_writer_has_uploaded_is_taken_back(place, proxy):
     os.kill(saver._writer.pid, signal.SIGKILL)
     with pytest.raises(CheckpointError, match="killed by signal 9"):
         saver.finish()
-    assert uploads(place)  # listed nowhere else, and paid for
+    assert uploads(place)  # no other listing shows them, but they cost storage
     saver.begin(ranks.tensors(3), ranks.state(3, 3))
     saver.finish()
     saver.close()
@@ -120,7 +120,7 @@ def test_what_a_killed_writer_has_uploaded_is_taken_back(place, proxy):
 
 
 def test_tidying_up_leaves_alone_what_is_being_uploaded(place):
-    """Rank 0 tidies while the others may be writing: theirs is not left over."""
+    """Rank 0 tidies while other ranks may be writing, so it must keep their uploads."""
     store, prefix = place.store, place.uri.split("/", 3)[-1]
     for name in ("step_00000001/old", "step_00000002/of_another_rank"):
         store._request("create_multipart_upload", name, {"Key": f"{prefix}/{name}"})
@@ -137,7 +137,7 @@ def test_a_short_outage_shows_only_in_the_time(place, proxy):
     proxy.faults += [
         Fault("refuse", method="", times=None, seconds=1.0, path="rank_"),
         Fault("refuse", method="PUT", path="manifest.json"),
-        # A part that arrives otherwise than it was sent: the server says so, it goes once more.
+        # The server rejects a part that changed in transit, and the writer sends it again.
         Fault("error", method="PUT", path="partNumber=1", status=400, code="BadDigest"),
     ]
     saver = save(place, 1, LARGE)
@@ -149,7 +149,7 @@ def test_a_short_outage_shows_only_in_the_time(place, proxy):
 
 
 def test_the_server_refuses_a_part_that_arrives_otherwise(place, monkeypatch, tmp_path):
-    """Every part carries its MD5, and the server looks at it."""
+    """Every part carries its MD5, which the server verifies."""
     monkeypatch.setattr(multipart, "md5_of", lambda body: md5_of(body + b"."))
     store = open_store(place.uri, attempts=2)
     (tmp_path / "file").write_bytes(bytes(20 << 20))
@@ -167,7 +167,7 @@ def test_a_store_that_is_gone_before_a_run_is_told_to_all_ranks(place, proxy):
 
 
 def test_a_store_that_is_gone_fails_the_save_and_training_goes_on(place, proxy, caplog):
-    """On all ranks alike; the next save, when it is back, is complete."""
+    """All ranks fail alike; the next save after the outage is complete."""
 
     def work(mesh):
         saver = CheckpointSaver(open_place(place.uri, patience=1.0), ranks.config(), mesh)
@@ -175,7 +175,7 @@ def test_a_store_that_is_gone_fails_the_save_and_training_goes_on(place, proxy, 
         saver.finish()
         mesh.all_gather_object(proxy.faults.append(gone) if mesh.rank == 0 else None)
         saver.begin(ranks.tensors(2), ranks.state(2, 2))
-        # Of this kind, so that the run ends with the exit code that is worth a restart.
+        # The error type selects the exit code that allows a restart.
         with pytest.raises(CheckpointUnavailable, match="step 2 could not .*: .*gave up") as told:
             saver.finish()
         mesh.all_gather_object(proxy.faults.remove(gone) if mesh.rank == 0 else None)
@@ -204,7 +204,7 @@ def test_secrets_are_nowhere(place, s3_environment, capfd):
 
 
 def pages_of(store, size: int) -> None:
-    """Let the server list so many entries in an answer, for there are no thousands here."""
+    """Limit the entries per answer, because there are too few keys for real paging."""
     event = "before-parameter-build.s3.ListObjectsV2"
     store._client.meta.events.register(event, lambda params, **_: params.update(MaxKeys=size))
 
@@ -220,7 +220,7 @@ def test_folders_are_listed_in_pages_and_without_their_files(place, proxy):
     pages_of(store, 3)
     seen = len(proxy.requests)
     assert place.folders() == [f"step_{step:08d}" for step in steps]
-    # Of 25 keys: to list them takes 9 pages.
+    # Listing all 25 keys would take 9 pages.
     assert 1 < len(proxy.requests[seen:]) <= 4
     assert all("delimiter=%2F" in request.path for request in proxy.requests[seen:])
     assert store.list_folders() == ["other", *(f"step_{step:08d}" for step in steps)]
@@ -230,12 +230,13 @@ def test_folders_are_listed_in_pages_and_without_their_files(place, proxy):
     assert place.steps() == [2, 4, 6]
     asked = proxy.requests[seen:]
     assert all("delimiter=%2F" in request.path for request in asked if "list-type" in request.path)
-    heads = [request for request in asked if request.method == "HEAD"]  # each refused asks why
+    # Each refused HEAD is followed by a request for the reason.
+    heads = [request for request in asked if request.method == "HEAD"]
     assert sum("manifest.json" in request.path for request in heads) == len(steps)
 
 
 def test_what_the_server_refuses_ends_a_run_for_good(place, s3_environment, monkeypatch):
-    """On all ranks alike, not of the kind that a restart mends, and nothing else is taken."""
+    """All ranks get a permanent error, and no older checkpoint is loaded instead."""
     save_two(place)
     config = ranks.config("resume.fallback=true")
 

@@ -1,4 +1,4 @@
-"""Who may write a source: one process at a time, in a folder and in S3, also after a kill."""
+"""Exclusive write claims on a source, in a folder and in S3, also after a kill."""
 
 import json
 import os
@@ -39,7 +39,7 @@ with claim.Claim(open_store(sys.argv[1]), "src") as held:
 
 @pytest.fixture
 def holder():
-    """Starts a process that holds the name `src` in a store, and ends it with the test."""
+    """Starts a process that holds the name `src` in a store; the end of the test kills it."""
     running = []
 
     def hold(uri: str, where: str) -> subprocess.Popen:
@@ -61,19 +61,19 @@ def test_a_name_has_one_writer_and_outlives_a_killed_one(
 ):
     bucket = f"s3://{s3_environment.bucket}/claim-{random.randrange(10**9)}"
     store = open_store(bucket if kind == "s3" else tmp_path)
-    # Enough for a beat on a loaded machine, where nobody may take the name.
+    # Long enough for a heartbeat on a loaded machine, during which no process may take the name.
     monkeypatch.setattr(claim, "SILENT_S", 40.0)
     for where in ("here", "elsewhere"):
         process = holder(store.uri, where)
         with pytest.raises(claim.NameTaken, match=f"another process: {process.pid} on .*, since"):
             ingest(samples(2), store, "src", TOKENIZER)
         assert "src/manifest.json" not in store.list()
-        # None of its beats may be on its way to the server when it is killed.
+        # No heartbeat may be in flight when the process is killed.
         process.stdin.write(b"\n")
         assert process.stdout.readline() == b"silent\n"
         process.kill()
         process.wait()
-        # A dead one of this machine is known without waiting.
+        # A dead process on this machine is detected without waiting.
         monkeypatch.setattr(claim, "SILENT_S", 1e9 if where == "here" else 0.5)
         with claim.Claim(store, "src"):
             assert json.loads(store.get("src/.ingest/lock"))["pid"] == os.getpid()
@@ -82,7 +82,7 @@ def test_a_name_has_one_writer_and_outlives_a_killed_one(
 
 
 def test_who_lost_its_claim_writes_nothing_more(tmp_path):
-    """A process that was stopped for long, while another one took its name."""
+    """A long-suspended process whose name another one took stops writing."""
     target = FolderStore(tmp_path)
 
     def taken_over():
@@ -96,7 +96,7 @@ def test_who_lost_its_claim_writes_nothing_more(tmp_path):
 
 
 class StoppedInPut(FolderStore):
-    """Where a process stands still inside of its second put, and another takes its name."""
+    """Suspends a process inside its second put while another takes its name."""
 
     def put(self, key: str, data: bytes) -> None:
         assert not self.woken.is_set()
@@ -107,14 +107,14 @@ class StoppedInPut(FolderStore):
 
 
 def test_who_slept_while_it_renewed_its_claim_gives_up(tmp_path, monkeypatch):
-    """What it wrote then stands over its successor's lock, so that this one gives up as well."""
+    """Its late write overwrites its successor's lock, so the successor gives up as well."""
     monkeypatch.setattr(claim, "SILENT_S", 0.5)
     monkeypatch.setattr(claim, "BEAT_S", 0.01)
     store = StoppedInPut(tmp_path)
     store.woken = threading.Event()
     with claim.Claim(store, "src") as held:
         assert store.woken.wait(60)
-        held._thread.join(60)  # the next beat found it out
+        held._thread.join(60)  # the next heartbeat noticed it
         with pytest.raises(claim.NameTaken, match="stood still .* run it again"):
             held.check()
 
@@ -130,7 +130,7 @@ def test_of_many_that_create_an_object_one_does(s3_environment, tmp_path):
 
 
 def test_a_server_without_conditions_still_creates(s3_environment, proxy):
-    """Old servers answer 501 to a header that they do not know."""
+    """Old servers answer 501 to the unknown header."""
     uri = f"s3://{s3_environment.bucket}/old-{random.randrange(10**9)}"
     store = open_store(uri, endpoint=proxy.endpoint)
     proxy.faults = [Fault("error", method="PUT", status=501, code="NotImplemented")]

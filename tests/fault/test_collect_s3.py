@@ -1,4 +1,4 @@
-"""Garbage collection in a bucket that keeps versions, and in one that will not let go of some."""
+"""Garbage collection in a bucket that keeps versions, and in one that locks some objects."""
 
 import json
 from datetime import UTC, datetime, timedelta
@@ -21,7 +21,7 @@ NUMBER = count()
 
 
 class Archived:
-    """`Records` in which one source may go and nobody uses any."""
+    """`Records` with one archived source and no users."""
 
     def __init__(self, store, name):
         self.store, self.name, self.gone, self.notes = store, name, {}, []
@@ -58,7 +58,7 @@ def versions(client, name, prefix):
 
 @pytest.fixture
 def bucket(s3_environment, monkeypatch):
-    """A bucket with object lock: two sources, one grown from the other, an upload in parts."""
+    """A bucket with object lock: two sources, one an extension of the other, and open uploads."""
     client = boto3.client("s3", endpoint_url=s3_environment.endpoint, region_name="us-east-1")
     monkeypatch.setattr("data_pipeline.ingest.claim._SETTLE_S", 0.05)
     name = f"collected-{next(NUMBER)}"
@@ -68,7 +68,7 @@ def bucket(s3_environment, monkeypatch):
 
     def texts(prefix):
         crude = [CrudeSample(f"{prefix}{i}", [TextSegment(f"the tide {i}")]) for i in range(9)]
-        return Listed(crude, identity={"prefix": prefix})  # so that a journal is kept
+        return Listed(crude, identity={"prefix": prefix})  # makes ingest keep a journal
 
     ingest(texts("t"), store, "notes", tokenizer)
     ingest(texts("n"), store, "notes_2", tokenizer, append_to="notes")
@@ -85,7 +85,7 @@ def test_versions_go_too_and_what_is_locked_is_told(bucket):
         read_index(store, "notes").shards[0].key,
     )
     assert shard.startswith("notes_2/")
-    store.put("notes_2/rejected.jsonl", b"once more")  # so that there is an older version
+    store.put("notes_2/rejected.jsonl", b"once more")  # creates an older version
     assert len(versions(client, name, "notes_2/rejected")) > 1
     client.put_object_legal_hold(Bucket=name, Key=f"corpus/{shard}", LegalHold={"Status": "ON"})
     records = Archived(store, "notes_2")
@@ -93,7 +93,7 @@ def test_versions_go_too_and_what_is_locked_is_told(bucket):
     assert not kept
     assert [(one.kind, one.name) for one in things] == [
         ("upload", "notes"),
-        ("versions", "notes"),  # of its journal, which went when it was finished
+        ("versions", "notes"),  # versions of its journal, which ingest deleted at its end
         ("versions", "notes_2"),
         ("source", "notes_2"),
     ]
@@ -122,7 +122,7 @@ def test_versions_go_too_and_what_is_locked_is_told(bucket):
 
 
 def test_an_older_version_that_a_manifest_names_stays(bucket):
-    """A shard that somebody has deleted by mistake: the version is what brings it back."""
+    """A shard was deleted by mistake, and only the older version can restore it."""
     client, name, store = bucket
     shard = read_index(store, "notes").shards[0].key
     data = store.get(shard)

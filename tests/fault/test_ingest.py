@@ -1,4 +1,4 @@
-"""Ingest killed at every step of its writing, and as a command with workers on a real S3 server."""
+"""Ingest killed at every write step, and as a command with workers on a real S3 server."""
 
 import itertools
 import json
@@ -28,7 +28,7 @@ WORDS = [f"a sample of text number {i}, and more of it" for i in range(50)]
 
 
 def crude(folder: Path, count: int, side: int) -> list[str]:
-    """Pictures with captions, as a folder and as a manifest; some cannot be used."""
+    """Write pictures with captions, as a folder and as a manifest; some are unusable."""
     (folder / "in").mkdir(parents=True)
     for number in range(count):
         (folder / "in" / f"{number:04d}.png").write_bytes(encoded(noise(side, side, number)))
@@ -42,18 +42,18 @@ def crude(folder: Path, count: int, side: int) -> list[str]:
     return [str(folder / "in"), str(folder / "m.jsonl")]
 
 
-# At every step, in one process that forks -------------------------------------------------------
+# At every step, in one process that forks ---------------------------------------------------------
 
 
 class Steps:
-    """Counts what makes a change visible, and kills this process before or after number `kill`."""
+    """Counts steps that make a change visible; kills this process before or after number `kill`."""
 
     def __init__(self, kill: int, after: bool) -> None:
         self._numbers, self._kill, self._after = itertools.count(1), kill, after
 
     def __call__(self, step):
         def counted(*arguments):
-            number = next(self._numbers)  # several threads remove
+            number = next(self._numbers)  # several threads delete
             if number == self._kill and not self._after:
                 os.kill(os.getpid(), signal.SIGKILL)
             result = step(*arguments)
@@ -65,16 +65,17 @@ class Steps:
 
 
 def run_once(root: str, inputs: list[str], ranks: bytes, kill: int, after: bool) -> bool:
-    """Ingest in a forked process; returns whether it came to its end."""
+    """Ingest in a forked process; return whether it finished."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     try:
         steps = Steps(kill, after)
-        objects.os.fsync = lambda _: None  # against losing power, not against a kill; and slow
-        objects.os.replace = steps(os.replace)  # how a folder's object becomes visible
+        objects.os.fsync = lambda _: None  # slow, and only guards against power loss
+        objects.os.replace = steps(os.replace)  # makes an object of a folder visible
         objects.os.link = steps(os.link)  # ... and one that must be new
-        claim._SETTLE_S, claim.BEAT_S = 0.0, 1e6  # one at a time here, whose beats would count
+        # Only one ingest runs at a time, and its heartbeats would count as steps.
+        claim._SETTLE_S, claim.BEAT_S = 0.0, 1e6
         FolderStore.delete = steps(FolderStore.delete)
         reader = open_inputs(inputs, "caption")
         ingest(reader, FolderStore(root), "src", Tokenizer(ranks, "tiny"), 32_000)
@@ -89,7 +90,7 @@ def objects_of(store) -> dict[str, bytes]:
 
 
 def kill_everywhere(folder: str, step: int) -> None:
-    """Kill at every `step`-th point, go on, and compare; then kill again and again."""
+    """Kill at every `step`-th point, resume and compare; then kill one ingest repeatedly."""
     inputs = crude(Path(folder), 12, 40)
     ranks = (Path(folder) / "t.tiktoken").read_bytes()
     pa.array(["imports pandas, once instead of in every fork"])
@@ -103,7 +104,7 @@ def kill_everywhere(folder: str, step: int) -> None:
                 break
             points += 1
             left = objects_of(FolderStore(root))
-            # What is visible is whole, and the manifest is visible only with all the rest.
+            # Visible objects are complete, and the manifest is visible only with all the others.
             assert all(left[key] == whole[key] for key in left if key.endswith((".tar", "parquet")))
             assert "src/manifest.json" not in left or set(whole) <= set(left)
             done = left.keys() - {"src/.ingest/lock"} == whole.keys()
@@ -130,14 +131,14 @@ def test_killed_at_every_step_the_result_is_the_same(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["objects"] >= 6
-    # Each shard is put and gets a part, which is removed; lock, request and rejections are put
-    # before, rejections, provenance, index and manifest afterwards; request and lock are removed.
+    # Each shard is put and gets a part file, which is removed. Lock, request and rejections are put
+    # before; rejections, provenance, index and manifest afterwards. Request and lock are removed.
     shards = found["objects"] - 4
     assert found["points"] == 2 * (3 * shards + 9)
     assert 2 < found["tries"] < 20
 
 
-# The command, with workers, on S3 ----------------------------------------------------------------
+# The command, with workers, on S3 -----------------------------------------------------------------
 
 
 def command(inputs, uri, tokenizer, *more) -> list[str]:
@@ -156,9 +157,9 @@ def alive(pid: int) -> bool:
 
 
 def stopped_at(number: int, arguments: list[str], store, proxy, how: signal.Signals) -> int:
-    """Run until shard `number` is there, stop it, and see that its workers go; the exit code.
+    """Stop the command once shard `number` exists; check that its workers end; return its code.
 
-    Until then the next shard is refused: an ingest that is faster than this test would be done.
+    The proxy refuses the next shard meanwhile, because a fast ingest could finish before the stop.
     """
     next_one = f"src/{number + 1:06d}.tar"
     proxy.faults = [Fault("slowdown", method="PUT", path=next_one, times=None)]
@@ -191,7 +192,7 @@ def test_the_command_killed_on_s3_goes_on_and_gives_the_same_objects(
     inputs, tokenizer = crude(tmp_path, 60, 200), str(tmp_path / "t.tiktoken")
     bucket = f"s3://{s3_environment.bucket}/ingest-{random.randrange(10**9)}"
     whole, cut = open_store(f"{bucket}/whole"), open_store(f"{bucket}/cut")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)  # of the command
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)  # used by the command
     arguments = command(inputs, cut.uri, tokenizer)
     assert stopped_at(1, arguments, cut, proxy, signal.SIGKILL) == -signal.SIGKILL
     assert stopped_at(5, arguments, cut, proxy, signal.SIGINT) == 130
@@ -207,7 +208,7 @@ def test_the_command_killed_on_s3_goes_on_and_gives_the_same_objects(
     ranks = Tokenizer.from_file(tokenizer)
     index = ingest(open_inputs(inputs, "caption"), whole, "src", ranks, 1 << 20, category="caption")
     assert objects_of(open_store(cut.uri)) == objects_of(open_store(whole.uri))
-    # Its shards, read from the server, are an input as well.
+    # Its shards, read from the server, also work as input.
     again = open_inputs([f"{cut.uri}/src"], "caption")
     copy = ingest(again, FolderStore(tmp_path / "copy"), "src", ranks, 1 << 20, category="caption")
     assert copy.content_hash == index.content_hash

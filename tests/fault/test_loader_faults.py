@@ -1,6 +1,6 @@
-"""Rows from a real S3 server whose answers break on the way: the same stream, or one clear error.
+"""Rows read from a real S3 server with broken answers: the same stream, or one clear error.
 
-Each fault is tried without and with the node's cache, which must not keep what was broken.
+Each fault runs without and with the node's cache, which must not keep broken data.
 """
 
 import time
@@ -23,7 +23,7 @@ STEPS = 5
 
 @pytest.fixture(scope="module")
 def corpus(s3_server, tmp_path_factory):
-    """The corpus in a bucket's prefix, its copy in a folder, and the stream that it should be."""
+    """The corpus in a bucket, its copy in a folder, and the expected stream."""
     folder = FolderStore(tmp_path_factory.mktemp("copy"))
     tokenizer, indices = build(folder)
     with pytest.MonkeyPatch.context() as patch:
@@ -99,7 +99,7 @@ def test_the_stream_is_the_same(corpus, loader, proxy, name):
 
 
 def replace_fault(fault):
-    """Faults count what they took: each test needs its own."""
+    """Return a fresh copy of a fault, because faults count their requests."""
     return Fault(
         fault.kind, path=fault.path, after=fault.after, delay=fault.delay, p=fault.p,
         times=fault.times, seconds=fault.seconds, rate=fault.rate,
@@ -107,7 +107,7 @@ def replace_fault(fault):
 
 
 def one_line(error):
-    """The error as a user sees it."""
+    """Return the error as the user sees it."""
     line = user_message(error)
     assert line is not None
     assert "\n" not in line
@@ -126,7 +126,7 @@ def until_error(loader):
 
 @pytest.fixture
 def copy(corpus, s3_environment, proxy, request, config):
-    """A copy of the corpus in a prefix of its own, which a test may damage."""
+    """A damaged copy of the corpus under a separate prefix."""
     _, folder, _ = corpus
     root = f"s3://{s3_environment.bucket}/damaged-{time.monotonic_ns()}"
     remote = open_store(root, endpoint=s3_environment.endpoint)
@@ -153,7 +153,7 @@ def test_a_shard_that_is_deleted_stops_with_its_name(copy, s3_environment):
 
 
 def test_a_shard_that_is_overwritten_is_never_read_as_the_old_one(copy):
-    """Its bytes are seen to be others: an error, or a sample that is skipped and reported."""
+    """Changed bytes are detected: an error, or a sample that is skipped and reported."""
     remote, loader = copy
     next(loader)
     for key in remote.list("web/"):
@@ -190,6 +190,6 @@ def test_a_server_that_stays_away_stops_with_one_sentence(corpus, config, proxy)
         proxy.faults.append(Fault("refuse", method="", times=None))
         begin = time.monotonic()
         error = until_error(loader)
-        assert time.monotonic() - begin < 50  # the patience of the others is 60
+        assert time.monotonic() - begin < 50  # the other tests have a patience of 60 s
     assert "gave up" in one_line(error) or "waited" in one_line(error)
     store.close()

@@ -1,4 +1,4 @@
-"""Samples damaged at rest, text and pictures: counted, written down, and kept in the checkpoint."""
+"""Samples damaged at rest, text and pictures: counted, recorded, and kept in the checkpoint."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def damaged(tmp_path) -> Path:
 
 
 def damage(root: Path, name: str, every: int) -> set[str]:
-    """Turn over a byte of the document of some samples; returns their keys."""
+    """Flip a bit in the document of some samples; return their keys."""
     index = read_index(open_store(str(root)), name)
     keys = set[str]()
     for sample in range(0, index.num_samples, every):
@@ -46,7 +46,7 @@ def test_damaged_text_is_skipped_and_the_checkpoint_holds_the_quarantine(damaged
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     ledger = [json.loads(line) for line in (run / "quarantine.jsonl").read_text().splitlines()]
-    # A document cannot be laid out without its text: it has no medium of its own to name.
+    # A document without its text cannot be laid out, so the entry names no item.
     written = [(line["step"], line["source"], line["key"]) for line in ledger]
     assert {source for _, source, _ in written} == {"pictures", "words"}
     assert all(key in bad[source] for _, source, key in written)
@@ -64,6 +64,6 @@ def test_damaged_text_is_skipped_and_the_checkpoint_holds_the_quarantine(damaged
     }
     first = {}
     for step, source, key in sorted(written):
-        first.setdefault((source, key), step - 1)  # the ledger counts steps done
+        first.setdefault((source, key), step - 1)  # the ledger counts completed steps
     assert kept == first
     assert len(kept) > 5

@@ -1,4 +1,4 @@
-"""Redaction in a bucket that keeps old versions, and in one that will not let go of some."""
+"""Redaction in a bucket that keeps old versions, and in one that locks some objects."""
 
 import time
 from contextlib import nullcontext
@@ -22,7 +22,7 @@ SECRET = "the tide table of a harbour that nobody may know of"
 
 @pytest.fixture
 def bucket(s3_environment, request):
-    """A bucket of its own that keeps versions; with object lock where the test asks for it."""
+    """A separate bucket that keeps versions, with object lock if the test requests it."""
     client = boto3.client("s3", endpoint_url=s3_environment.endpoint, region_name="us-east-1")
     name, lock = request.param
     client.create_bucket(Bucket=name, ObjectLockEnabledForBucket=lock)
@@ -39,7 +39,7 @@ def bucket(s3_environment, request):
 
 
 def versions(client, name):
-    """(key, version, bytes) of all that a bucket holds."""
+    """Yield (key, version, bytes) of every object version in a bucket."""
     page = client.list_object_versions(Bucket=name)
     for one in page.get("Versions", ()):
         key, version = one["Key"], one["VersionId"]
@@ -51,8 +51,9 @@ def versions(client, name):
 def test_old_versions_go_too(bucket):
     client, name, store = bucket
     shard = read_index(store, "notes").shards[0].key
-    store.put(shard, store.get(shard))  # the same once more: a version that nobody sees
-    uploads = ("corpus/notes/000007.tar", "corpus/notes/x.bin")  # of a killed ingest, and another
+    store.put(shard, store.get(shard))  # the rewrite creates a hidden version
+    # One of a killed ingest, and one of another program.
+    uploads = ("corpus/notes/000007.tar", "corpus/notes/x.bin")
     for key in uploads:
         client.create_multipart_upload(Bucket=name, Key=key)
     assert sum(SECRET.encode() in body for *_, body in versions(client, name)) == 2
@@ -114,7 +115,7 @@ def test_what_the_bucket_holds_is_told_and_removed_later(bucket):
 
 @pytest.mark.parametrize("bucket", [("watched", False)], indirect=True)
 def test_a_page_that_is_served_meanwhile_has_it_no_more(bucket, proxy, tmp_path, monkeypatch):
-    """And who looks at it does not wait long for a store that is down."""
+    """A reader of the page also does not wait long for a store that is down."""
     pytest.importorskip("starlette", reason="the extra platform is not installed")
     from launch.web import corpus as module
     from launch.web.corpus import PATIENCE_S, Corpus, NotHere
@@ -136,5 +137,5 @@ def test_a_page_that_is_served_meanwhile_has_it_no_more(bucket, proxy, tmp_path,
     for read in (lambda: shown.document(5), lambda: corpus.source("notes")):
         with pytest.raises(StoreUnavailable):
             read()
-    assert time.monotonic() - begun < 110  # not two minutes each
+    assert time.monotonic() - begun < 110  # less than two minutes each
     mine.close()

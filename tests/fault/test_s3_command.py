@@ -26,7 +26,7 @@ def s3(*arguments: object, code: int = 0) -> str:
 
 
 def sourced(folder: Path) -> dict[str, str]:
-    """What a shell has that sources the credentials."""
+    """Return the variables of a shell that sources the credentials."""
     names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL")
     script = f"set -eu; . {shlex.quote(str(folder))}/credentials.env; printenv {' '.join(names)}"
     found = subprocess.run(["/bin/sh", "-c", script], env={"PATH": os.environ["PATH"]},
@@ -45,7 +45,7 @@ def test_a_server_of_ones_own(tmp_path, monkeypatch):
 
 
 def _check(folder: Path, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The command has ended; its server goes on.
+    # The command has ended, but its server continues.
     found = sourced(folder)
     assert stat.S_IMODE((folder / "credentials.env").stat().st_mode) == 0o600
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -63,7 +63,7 @@ def _check(folder: Path, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = s3("start", "--folder", folder, "--bucket", "other", code=2)
     assert "is running with bucket kimi" in refused
 
-    # The number of the server's process is another's by now: that one is left alone.
+    # The pid of the server now belongs to another process, which must survive.
     file = folder / "server.json"
     running = json.loads(file.read_text())
     with subprocess.Popen(["sleep", "600"]) as other:
@@ -78,7 +78,7 @@ def _check(folder: Path, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
         socket.create_connection(("127.0.0.1", int(running["endpoint"].rpartition(":")[2])))
     assert "no server" in s3("stop", "--folder", folder)
     s3("start", "--folder", folder)
-    assert sourced(folder) == found  # the same keys, and the port that was free again
+    assert sourced(folder) == found  # the same keys, and the same port, which was free again
     assert open_store("s3://kimi/x").get("key") == b"kept"
 
 

@@ -1,4 +1,4 @@
-"""Credentials that expire, late answers, the request budget, files in parts, closing a store."""
+"""Expiring credentials, late answers, the request budget, multipart files, closing a store."""
 
 import logging
 import random
@@ -22,7 +22,7 @@ PART = 16 << 20
 
 @pytest.fixture
 def uri(s3_environment, request):
-    """A prefix in which "x" holds DATA."""
+    """A prefix whose object "x" holds DATA."""
     uri = f"s3://{s3_environment.bucket}/{request.node.name.split('[')[0]}"
     open_store(uri).put("x", DATA)
     return uri
@@ -44,9 +44,9 @@ def _settled(name, seconds=50):
 
 @pytest.fixture
 def expiring(s3_environment, monkeypatch, tmp_path):
-    """Credentials from a process: the first it gives are old ones, then the server's own.
+    """Credentials from a process that first returns old ones, then the server's own.
 
-    Each line of the file it returns is one run of the process.
+    Each line of the returned file is one run of the process.
     """
     keys = s3_environment.environment()
     runs, program = tmp_path / "runs", tmp_path / "process"
@@ -79,7 +79,7 @@ def test_expired_credentials_are_fetched_anew_once_for_all_threads(uri, expiring
     assert bodies == [DATA[i : i + 1000] for i in range(12)]
     assert 1 <= proxy.count("expired") <= 6
     assert expiring.read_text().count("run") == 2
-    assert store.stats.retries == 0  # nothing was wrong with the server
+    assert store.stats.retries == 0  # the server had no fault
     assert store.head("x").size == len(DATA)
 
 
@@ -103,7 +103,7 @@ def test_credentials_that_stay_expired_are_one_clear_error(store, proxy, caplog,
 
 
 def test_the_reason_of_a_refused_head_is_asked_for(store, proxy):
-    """There is no body to hold a code: a GET of one byte has one, or the object is there."""
+    """A HEAD answer has no body for an error code, so a GET of one byte asks for the reason."""
     proxy.faults.append(Fault("expired", method="HEAD"))
     assert store.head("x").size == len(DATA)
     asked = [(r.method, r.fault) for r in proxy.requests]
@@ -122,7 +122,7 @@ def test_a_second_request_wins_over_a_hanging_first(store, proxy, kind):
     store._hedger = Hedger(threads=4, share=1.0, floor=0.02, samples=8)
     for i in range(10):
         assert store.get("x", i, 70_000) == DATA[i : i + 70_000]
-    # Of this range: a twin of an earlier read may still be on its way.
+    # Count only this range, because a hedge of an earlier read may still be in flight.
     this = "bytes=100-70099"
     proxy.faults.append(Fault(kind, after=10_000, delay=60, only=lambda r: r.range == this))
     assert store.get("x", 100, 70_000) == DATA[100:70_100]
@@ -132,7 +132,7 @@ def test_a_second_request_wins_over_a_hanging_first(store, proxy, kind):
     twins = [r for r in proxy.requests if r.range == this]
     assert [r.fault for r in twins] == [kind, ""]
     store.close()
-    if kind == "stall":  # the loser was woken in the middle of its body
+    if kind == "stall":  # the losing request was interrupted inside its body
         assert _settled("hedged-read", 15)  # and not by its timeout of 20 s
 
 
@@ -152,12 +152,12 @@ def test_hedges_are_few_and_change_no_byte(store, proxy, uri):
 
 
 def test_no_hedges_while_the_server_asks_for_less(store, proxy):
-    store._hedger = None  # a twin of the throttled read could win, and hide what the server said
+    store._hedger = None  # a hedge of the throttled read could win and hide the server's answer
     proxy.faults.append(Fault("slowdown"))
     store.get("x", 1, 10)
     assert store.stats.throttled == 1
     store._hedger = Hedger(threads=4, share=1.0, floor=0.0, samples=1)
-    store._hedger.note(10, 0.0)  # whatever follows is late
+    store._hedger.note(10, 0.0)  # makes every later request count as late
     store._calm_at += 60
     assert store.get("x", 2, 10) == DATA[2:12]
     assert store.stats.hedges == 0
@@ -181,13 +181,13 @@ def test_every_request_asks_the_budget_first(uri, proxy, tmp_path):
         (tmp_path / "file").write_bytes(bytes(2 * PART))
         store.put_file("big", tmp_path / "file")
         store._hedger = Hedger(threads=4, share=1.0, floor=0.02, samples=1)
-        store._may_hedge = lambda: True  # though it was throttled just now
+        store._may_hedge = lambda: True  # despite the recent throttling
         store.get("x", 0, 10)
         proxy.faults.append(Fault("late", delay=9))
         store.get("x", 0, 10)
         assert store.stats.hedges == 1
         assert budget.bucket.drawn == store.stats.requests == len(proxy.requests) == 14
-        assert budget.bucket.rate < 10_000  # the answer 503 to HEAD
+        assert budget.bucket.rate < 10_000  # because of the 503 answer to HEAD
         store.close()
 
 
@@ -215,7 +215,7 @@ def test_a_file_goes_up_in_parts_through_faults(store, proxy, tmp_path):
         Fault("slowdown", method="POST", path="uploads"),
         Fault("slowdown", method="PUT", path="partNumber=2"),
         Fault("refuse", method="PUT", path="partNumber=3"),
-        # All has been done, nobody hears of it, and the second time there is no upload any more.
+        # The upload completes but its answer is lost; the retry finds no upload.
         Fault("truncate", method="POST", path="uploadId"),
         Fault("error", method="POST", path="uploadId", status=404, code="NoSuchUpload"),
     ]

@@ -1,4 +1,4 @@
-"""The S3 server's other ports, as another user of the machine and a web page meet them."""
+"""The other ports of the S3 server, as seen by another local user and by a web page."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from launch.local.s3_server import S3Server
 
 
 def listening(pid: int) -> tuple[list[tuple[str, int]], list[str]]:
-    """TCP addresses and Unix sockets at which a process listens, by Linux's own lists."""
+    """Return the TCP addresses and Unix sockets on which a process listens, read from /proc."""
     links = (os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir())
     own = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
     places: list[tuple[str, int]] = []
@@ -37,12 +37,12 @@ ASKED = (
     b"GET /dir/assign" + _REST,
     b"DELETE /buckets/fault-tests/ports/key" + _REST,
     b"DELETE /fault-tests/ports/key" + _REST,
-    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0",  # gRPC: an answer is its settings
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0",  # gRPC, which answers with its settings
 )
 
 
 def _answer(place: tuple[str, int], asked: bytes, secured: bool) -> str:
-    """How a port answers: the status, the first bytes, or why there is none."""
+    """Return a port's answer: the status, the first bytes, or the error."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2", "http/1.1"])
@@ -59,7 +59,7 @@ def _answer(place: tuple[str, int], asked: bytes, secured: bool) -> str:
 
 
 def _as_nobody(places: list[tuple[str, int]], sockets: list[str]) -> dict:
-    """What another user of this machine gets: answers, and Unix sockets that open."""
+    """Return what another local user gets: the answers, and the Unix sockets that open."""
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
         found: dict = {"failed": True}
@@ -86,7 +86,7 @@ def _as_nobody(places: list[tuple[str, int]], sockets: list[str]) -> dict:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can ask as another user")
 def test_another_user_gets_nothing_from_any_port(s3_environment):
-    """Every port but that of S3 wants a certificate; that one wants a signature."""
+    """Every port except the S3 port requires a certificate; the S3 port requires a signature."""
     kept = open_store(f"s3://{s3_environment.bucket}/ports")
     kept.put("key", b"kept")
     shell = s3_environment.pid
@@ -116,7 +116,7 @@ def test_a_servers_files_are_its_owners_alone(s3_server):
 
 
 def test_a_server_with_ports_that_want_no_certificate_is_refused(tmp_path, monkeypatch):
-    """SeaweedFS only warns of a certificate that it cannot use, and serves without."""
+    """SeaweedFS only warns about an unusable certificate and serves without it."""
     monkeypatch.setattr("launch.local.s3_server._mutual_tls", lambda folder: {})
     with pytest.raises(RuntimeError, match="answers a client without a certificate"):
         S3Server(tmp_path, "bucket").__enter__()

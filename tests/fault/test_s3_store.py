@@ -1,4 +1,4 @@
-"""The S3 store against a real server whose answers break on the way."""
+"""The S3 store against a real server with broken answers."""
 
 import logging
 import os
@@ -42,7 +42,7 @@ def test_objects_come_back_whole_and_in_ranges(store, proxy, tmp_path):
     assert store.get("a/b", 2_999_000) == DATA[2_999_000:]
     assert store.get("a/b", 3, 0) == b""
     assert store.get("a/b", 0, 9, etag=info.etag) == DATA[:9]
-    (tmp_path / "file").write_bytes(DATA * 6)  # goes up in parts
+    (tmp_path / "file").write_bytes(DATA * 6)  # uploaded in parts
     assert store.put_file("a/c", tmp_path / "file").size == 18_000_000
     assert store.get("a/c") == DATA * 6
     store.put("empty", b"")
@@ -73,7 +73,7 @@ def test_a_broken_body_goes_on_from_the_last_good_byte(store, proxy, kind):
     gets = [r for r in proxy.requests if r.method == "GET"]
     assert [r.fault for r in gets] == [kind] * 3 + [""]
     starts = [int(r.range.removeprefix("bytes=").split("-")[0]) for r in gets]
-    # What has arrived is kept, and nothing is read twice.
+    # Received bytes are kept, and nothing is read twice.
     for i, arrived in enumerate((1_000_000, 500_000, 0)):
         assert starts[i + 1] == starts[i] + arrived
     assert {r.range.split("-")[1] for r in gets} == {"2900999"}
@@ -129,7 +129,7 @@ def test_a_late_first_byte_is_cut_off_and_asked_for_again(store, proxy):
     proxy.faults = [Fault("late", delay=30)]
     assert hasty.get("x", 0, 10) == DATA[:10]
     gets = [r.fault for r in proxy.requests if r.method == "GET"]
-    assert gets[:2] == ["late", ""]  # the late one was not waited for
+    assert gets[:2] == ["late", ""]  # the store did not wait for the late one
 
 
 def test_an_object_overwritten_between_attempts_is_never_mixed(store, proxy, s3_environment):
@@ -137,7 +137,7 @@ def test_an_object_overwritten_between_attempts_is_never_mixed(store, proxy, s3_
     old, new = b"o" * 400_000, b"n" * 400_000
     direct.put("x", old)
     proxy.faults = [Fault("truncate", after=200_000, then=lambda: direct.put("x", new))]
-    for _ in range(2):  # asking again does not make it right
+    for _ in range(2):  # a retry gives the same error
         with pytest.raises(ObjectChanged, match="/x: expected the version with ETag .*overwritten"):
             store.get("x")
     assert open_store(store.uri).get("x") == new
@@ -155,7 +155,7 @@ def test_missing_object_and_missing_bucket_are_told_apart(store, proxy):
         with pytest.raises(MissingKey, match="no/such: no such object"):
             call("no/such")
     nowhere = open_store("s3://no-such-bucket/a", endpoint=proxy.endpoint)
-    for call in (nowhere.get, nowhere.head, nowhere.list):  # SeaweedFS makes a bucket on a put
+    for call in (nowhere.get, nowhere.head, nowhere.list):  # SeaweedFS creates a bucket on a put
         with pytest.raises(MissingBucket, match="no bucket 'no-such-bucket'"):
             call("b")
 
@@ -169,7 +169,7 @@ def test_reading_past_the_end_is_an_error(store):
 
 
 def _everything_shown(error, caplog) -> str:
-    """What a user or a log file could see of a failure."""
+    """Return everything a user or a log file could see of a failure."""
     shown = "".join(traceback.format_exception(error)) + repr(error) + caplog.text
     while error:
         shown += str(error) + repr(vars(error))
@@ -178,7 +178,7 @@ def _everything_shown(error, caplog) -> str:
 
 
 def test_a_wrong_secret_is_refused_and_shown_nowhere(s3_environment, monkeypatch, caplog):
-    secret = "this-is-the-WRONG-secret-0123456789"  # not one that any server knows
+    secret = "this-is-the-WRONG-secret-0123456789"  # unknown to any server
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
     caplog.set_level(logging.DEBUG)
     store = open_store(f"s3://{s3_environment.bucket}")
@@ -237,13 +237,13 @@ def _alive(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # gone between open and read
+    except (FileNotFoundError, ProcessLookupError):  # it ended between open and read
         return False
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes in /proc")
 def test_the_server_does_not_outlive_its_owner(tmp_path):
-    """The owner is killed without a chance to clean up; the server must be gone soon after."""
+    """The owner is killed without cleanup, and the server must end soon after."""
     script = (
         "import sys, time\n"
         "from launch.local.s3_server import S3Server\n"
@@ -278,7 +278,7 @@ def test_a_killed_servers_data_is_found_by_the_next_one_with_new_keys(tmp_path, 
             port = int(server.endpoint.rsplit(":", 1)[1])
             with pytest.raises(RuntimeError, match=f"port {port} .* in use"):
                 S3Server(tmp_path / "2", "bucket", port=port).__enter__()
-            server.stop(timeout=0)  # kills
+            server.stop(timeout=0)  # kills the server
     secret = server.environment()["AWS_SECRET_ACCESS_KEY"].encode()
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert files

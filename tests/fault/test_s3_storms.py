@@ -1,4 +1,4 @@
-"""Weather: what hits many requests at once, or for a while. Identical bytes or one clear error."""
+"""Faults that hit many requests at once or last a while: identical bytes or one clear error."""
 
 import logging
 import random
@@ -24,7 +24,7 @@ DATA = random.Random(7).randbytes(2_000_000)
 
 @pytest.fixture
 def store(s3_environment, proxy, request):
-    """Through the proxy, patient; "x" holds DATA."""
+    """A patient store behind the proxy, whose object "x" holds DATA."""
     uri = f"s3://{s3_environment.bucket}/{request.node.name.split('[')[0]}"
     with_x = open_store(uri)
     with_x.put("x", DATA)
@@ -36,7 +36,7 @@ def store(s3_environment, proxy, request):
 
 @pytest.fixture
 def quick(store, proxy):
-    """The same, quick to notice a stall."""
+    """The same store with a short read timeout, which detects stalls early."""
     quick = open_store(store.uri, endpoint=proxy.endpoint, read_timeout=5, patience=100)
     yield quick
     quick.close()
@@ -48,7 +48,7 @@ def _spans(count, longest=50_000):
 
 
 def _read_all(store, spans, threads=8):
-    """Each by a request of its own."""
+    """Read each span by a separate request."""
     with ThreadPoolExecutor(threads) as pool:
         bodies = list(pool.map(lambda span: store.get(*span), spans))
     assert bodies == [DATA[s.offset : s.offset + s.length] for s in spans]
@@ -67,8 +67,8 @@ def test_a_part_of_all_requests_is_throttled(store, proxy, p):
 
 
 def test_a_part_of_all_answers_is_none_of_s3(store, proxy):
-    """Pages and redirects of a proxy, empty and skewed answers, to every kind of request."""
-    assert store.get("x", 0, 1) == DATA[:1]  # it is known to speak S3
+    """Pages and redirects of a proxy, empty and skewed answers hit every kind of request."""
+    assert store.get("x", 0, 1) == DATA[:1]  # proves that the server speaks S3
     proxy.faults += [Fault("odd", method="", times=None, p=0.06, code=code) for code in ODD]
     storm = list(proxy.faults)
     _read_all(store, _spans(60))
@@ -125,11 +125,11 @@ def test_a_storm_that_does_not_end_is_one_clear_error(s3_environment, proxy, cap
         store.get("x")
     assert time.monotonic() - begin >= 3.0
     assert 2 <= len(proxy.requests) < 60
-    assert "x: no progress for" in caplog.text  # who waits long is told why
+    assert "x: no progress for" in caplog.text  # the log gives the reason of a long wait
 
 
 def test_wrong_bytes_pass_and_the_next_read_is_a_fresh_one(store, proxy):
-    """Only a reader that knows a checksum can see them; it asks again."""
+    """Only a reader that knows a checksum can detect them, and its retry gets the right bytes."""
     proxy.faults.append(Fault("corrupt", after=50))
     wrong = store.get("x", 1000, 100)
     assert wrong == DATA[1000:1050] + bytes([DATA[1050] ^ 1]) + DATA[1051:1100]
@@ -154,12 +154,12 @@ def test_a_slow_body_is_waited_for(store, proxy):
 
 
 def test_a_body_that_drips_is_given_up(s3_environment, store, proxy):
-    """No read of the socket ever times out, and yet nothing waits for ever."""
+    """No socket read times out, but the request still ends."""
     proxy.faults.append(Fault("slow", rate=2_000, times=None))
     hasty = open_store(store.uri, endpoint=proxy.endpoint, patience=6)
     with pytest.raises(StoreUnavailable, match=r"x: gave up .*only \d+ bytes came in \d+ s"):
         hasty.get("x")
-    assert len(proxy.requests) > 1  # another connection was given a chance
+    assert len(proxy.requests) > 1  # the store tried another connection
 
 
 def test_an_answer_that_is_cut_off_is_not_taken_for_an_empty_one(store, proxy):
@@ -185,7 +185,7 @@ def test_an_object_that_goes_or_changes_between_two_reads(store, s3_environment)
 
 
 def test_the_server_is_killed_and_comes_back(tmp_path, monkeypatch):
-    """Readers and a writer are at work; all they notice is the time."""
+    """Readers and a writer are active and only lose time."""
     keys = {"access_key": "restarted", "secret_key": "its-secret-for-this-test"}
     with S3Server(tmp_path, "bucket", **keys) as server:
         for name, value in server.environment().items():
@@ -215,9 +215,9 @@ def test_the_server_is_killed_and_comes_back(tmp_path, monkeypatch):
             writer = pool.submit(write)
             while len(reads) < 20:
                 time.sleep(0.01)
-            server.stop(timeout=0)  # kills
+            server.stop(timeout=0)  # kills the server
             time.sleep(0.7)
-            while not is_free(port):  # its end takes the system a moment
+            while not is_free(port):  # the system frees the port after a moment
                 time.sleep(0.05)
             with S3Server(tmp_path, "bucket", port=port, **keys) as again:
                 back.set()

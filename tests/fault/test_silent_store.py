@@ -1,4 +1,4 @@
-"""A training that is told to stop while its store does not answer, which could last an hour."""
+"""A training is told to stop while its store does not answer, which could last an hour."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from tests import fork_server
 from tests.silent import KEYS, SilentServer
 
 
-@pytest.mark.timeout(400)  # a machine may be busy
+@pytest.mark.timeout(400)  # the machine may be busy
 def test_a_training_told_to_stop_does_not_wait_for_the_store(tmp_path):
     with SilentServer() as server:
         command = [

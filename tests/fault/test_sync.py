@@ -29,7 +29,7 @@ from tests.fault.fault_proxy import Fault
 from tests.unit.data_pipeline.synced import assert_whole, build, objects_of
 
 pytestmark = pytest.mark.fault
-SHARDS = 9  # of the source that is killed
+SHARDS = 9  # of the source whose sync is killed
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def made(tmp_path_factory) -> FolderStore:
 
 @pytest.fixture(autouse=True)
 def _no_settling(monkeypatch):
-    """One sync at a time here: nobody to wait for."""
+    """Skip the settling time, because only one sync runs at a time."""
     monkeypatch.setattr(claim, "_SETTLE_S", 0.0)
 
 
@@ -47,7 +47,7 @@ def _no_settling(monkeypatch):
 
 
 def sync_and_die(source: Path, target: Path, kill: int) -> bool:
-    """Sync in a forked process that is killed at its step `kill`; whether it came to its end."""
+    """Sync in a forked process that is killed at its step `kill`; return whether it finished."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -63,7 +63,7 @@ def sync_and_die(source: Path, target: Path, kill: int) -> bool:
 
             return do
 
-        objects.os.fsync = lambda _: None  # against losing power, not against a kill; and slow
+        objects.os.fsync = lambda _: None  # slow, and only guards against power loss
         objects.os.replace = counted(os.replace)
         objects.os.link = counted(os.link)
         FolderStore.delete = counted(FolderStore.delete)
@@ -76,7 +76,7 @@ def sync_and_die(source: Path, target: Path, kill: int) -> bool:
 
 
 def kill_everywhere(source: str, folder: str, every: str) -> None:
-    """Kill at each such step, look what is visible, and go on."""
+    """Kill at every `every`-th step, check the visible objects, and resume."""
     claim._SETTLE_S = 0.0
     whole, points = objects_of(FolderStore(source)), 0
     for kill in range(1, 1000, int(every)):
@@ -92,15 +92,16 @@ def kill_everywhere(source: str, folder: str, every: str) -> None:
         shown = sum("/." not in key for key in left)
         assert shown <= noted + 2 or any(key.endswith("/manifest.json") for key in left)
         report = sync(FolderStore(source), target)
-        # What was complete is not copied again: of two at a time, two at most lack their note.
+        # Completed objects are not copied again. Two copies run at once, so at most two lack their
+        # note.
         assert report.copied + report.there == sum(
             not key.endswith("manifest.json") for key in whole
         )
         assert report.there >= len(before)
-        # The lock of a process that is dead may be left: whoever wants it takes it over.
+        # The lock of a dead process may remain; the next process takes it over.
         found = {key: data for key, data in objects_of(target).items() if "/.ingest/" not in key}
         assert found == whole
-        # So may be half a rank file: its folder is nobody's to tidy.
+        # So may a partial rank file, because no process tidies its folder.
         assert not [
             path for path in target.root.rglob(".*")
             if path.name != ".ingest" and path.parent.name != "tokenizer"
@@ -137,7 +138,7 @@ def in_bucket(server, name: str, endpoint: str | None = None, **more):
 
 
 def kill_at_random(made, server, name: str, kills: int, seconds: float, draw: random.Random) -> int:
-    """Kill the command at random moments until it came through; returns how often."""
+    """Kill the command at random moments `kills` times; return that count."""
     target, done, killed = in_bucket(server, name), 0, 0
     line = command(made.root, target.uri, "--source", "bulk", "--parallel", 2)
     while killed < kills:
@@ -157,7 +158,7 @@ def kill_at_random(made, server, name: str, kills: int, seconds: float, draw: ra
         there = sum(key.endswith(".tar") for key in keys)
         noted = sum("/.sync/" in key for key in keys)
         assert "bulk/manifest.json" not in keys or assert_whole(target)
-        # Two at a time: at most two lack their note, and what is there stays there.
+        # Two copies run at once, so at most two lack their note; completed shards remain.
         assert done <= there <= SHARDS
         assert "bulk/manifest.json" in keys or there <= noted + 2
         done = there
@@ -183,7 +184,7 @@ def test_twenty_kills_at_random_moments(tmp_path, s3_server, s3_environment):
 
 
 def test_a_bucket_is_filled_completed_and_emptied_again(made, s3_environment, tmp_path):
-    """Folder to S3, S3 to S3, S3 to folder; large shards go up in parts."""
+    """Folder to S3, S3 to S3, S3 to folder; large shards are uploaded in parts."""
     large = build(tmp_path / "large", shards=1)
     bulk_source(large, "web", "bulk", 2, 17 << 20)
     first = in_bucket(s3_environment, "first")
@@ -211,7 +212,7 @@ def test_the_server_confirms_what_it_took(s3_environment):
 
 
 def test_the_server_compares_what_arrives_with_its_checksum(s3_environment, monkeypatch, tmp_path):
-    """Objects' bodies are not signed: these sums alone show one which changed on its way."""
+    """Request bodies are not signed, so only these checksums reveal a change in transit."""
     store = in_bucket(s3_environment, "arrives", patience=0.2)
     (tmp_path / "file").write_bytes(bytes(17 << 20))
     for name in ("md5_of", "crc32_of"):
@@ -251,7 +252,7 @@ def test_each_body_is_signed_or_has_a_signed_checksum(s3_environment, tmp_path):
     puts = [one for one in sent if one[0] == "PUT"]
     assert puts == [("PUT", False, True)] * 8
     store.discard(["a", "b"])
-    # Those that begin and complete an upload, and the one that removes.
+    # These begin and complete an upload, and one removes objects.
     posts = [signed for method, signed, _ in sent if method == "POST"]
     assert posts == [True] * 5
 
@@ -259,7 +260,7 @@ def test_each_body_is_signed_or_has_a_signed_checksum(s3_environment, tmp_path):
 def test_nothing_appears_under_a_name_that_another_took_at_once(
     made, s3_environment, tmp_path, monkeypatch
 ):
-    """As on a server that ignores If-None-Match: both believe for a moment that they hold it."""
+    """As on a server that ignores If-None-Match, both processes briefly hold the name."""
     monkeypatch.setattr(claim, "_SETTLE_S", 0.5)
     large = build(tmp_path / "large", shards=1)
     bulk_source(large, "web", "bulk", 2, 33 << 20)
@@ -279,7 +280,7 @@ def test_nothing_appears_under_a_name_that_another_took_at_once(
             sync(large, target, ["bulk"])
         assert target.list() == ["bulk/.ingest/lock"]
         target.delete("bulk/.ingest/lock")
-        # What was begun is taken back, and nothing of the other's.
+        # Our uploads are removed, and those of the other process stay.
         assert [one.mark for one in target.unfinished()] == marks
     monkeypatch.setattr(target, "put_new", put_new)
     target._call("create_multipart_upload", "bulk/other.bin")  # of another program
@@ -298,7 +299,7 @@ def test_wrong_bytes_never_become_an_object(s3_environment):
 
 
 def test_a_server_without_checksums_is_read_again(made, s3_environment, proxy, monkeypatch):
-    """One that ignores them does not confirm; one that refuses them is asked without."""
+    """Some servers ignore checksums, so nothing is confirmed; others get requests without them."""
     source = in_bucket(s3_environment, "sums-a")
     sync(made, source, ["web"])
     target = in_bucket(s3_environment, "sums-b", endpoint=proxy.endpoint)
@@ -351,7 +352,7 @@ def test_a_storm_is_survived(made, s3_environment, proxy):
 
 
 def test_an_answer_that_is_lost_after_the_manifest_was_written(made, s3_environment, proxy):
-    """The second request is refused by If-None-Match: it is our own."""
+    """If-None-Match refuses the second request, because the object is our own."""
     target = in_bucket(s3_environment, "lost", endpoint=proxy.endpoint)
     proxy.faults = [Fault("truncate", method="PUT", path="web/manifest.json", after=0)]
     sync(made, target, ["web"])
@@ -382,12 +383,12 @@ def test_faults_that_stay_are_one_clear_line(made, s3_environment, proxy, tmp_pa
         sync(made, nowhere)
 
 
-# Whose keys ---------------------------------------------------------------------------------------
+# Credentials --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def profiles(s3_server, tmp_path, monkeypatch):
-    """Two profiles of which one has wrong keys; the environment has wrong keys and no server."""
+    """Two profiles, one with wrong keys; the environment has wrong keys and a dead endpoint."""
     right = s3_server.environment()
     keys, config = tmp_path / "credentials", tmp_path / "config"
     keys.write_text(

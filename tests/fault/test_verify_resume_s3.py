@@ -1,4 +1,4 @@
-"""`kimi-pretrain verify resume` where checkpoints go to an object store: beside the user's own."""
+"""`kimi-pretrain verify resume` with checkpoints in an object store, next to the user's own."""
 
 import json
 import os

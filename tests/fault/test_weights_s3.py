@@ -1,4 +1,4 @@
-"""Weights from a bucket into a bucket and out again, while the server refuses some requests."""
+"""Weights copied from bucket to bucket and back to a folder, while some requests are refused."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def test_from_a_bucket_into_a_bucket_and_out(tmp_path, s3_environment, proxy, mo
     uri = hf_import.write(hf_import.plan(f"{root}/hf", config), f"{root}/place")
     assert uri == f"{root}/place/step_00000000"
     assert open_checkpoint(uri).verify() == []
-    start = open_initial_weights(small_config(f"train.start_from={root}/place"))  # the newest there
+    start = open_initial_weights(small_config(f"train.start_from={root}/place"))
     assert start is not None
     assert start.weights.reader.where == uri
     for name, tensor in weights.items():

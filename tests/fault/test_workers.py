@@ -1,4 +1,4 @@
-"""Workers that die, parents that die, interrupts: results stay right and nothing is left behind."""
+"""Workers and parents that die, and interrupts: results stay right and nothing is left behind."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ def is_alive(pid: int) -> bool:
 
 
 def children(of: int | None = None) -> set[int]:
-    """Children of all threads of a process, by their parent: a thread's own list can vanish."""
+    """Return the children of all threads of a process, found by parent: threads can vanish."""
     return {child.pid for child in psutil.Process(of).children()}
 
 
@@ -49,14 +49,14 @@ def test_a_job_whose_worker_dies_is_done_by_another(how, tmp_path, capfd):
     with Workers(calls, 2, timeout_s=30) as workers:
         got = list(workers.run(jobs, **PLENTY))
     assert len(list(tmp_path.iterdir())) == 2, "the job was tried twice"
-    assert time.monotonic() - begin < 50  # the orphan, if there is one, holds on for longer
+    assert time.monotonic() - begin < 50  # the orphan, if there is one, lives longer
     orphans = [mark.read_text() for mark in tmp_path.iterdir() if mark.stat().st_size]
     assert len(orphans) == (how == "orphan")
     for orphan in orphans:
         os.kill(int(orphan), signal.SIGKILL)
     assert got.pop(4) == "alive"
     assert [int(array[-1]) for array in got] == [0, 1, 2, 3, 5, 6, 7, 8]
-    # A crash tells where, whatever ends from outside says nothing.
+    # Only a crash reports its location; an external kill prints nothing.
     assert ("Segmentation fault" in capfd.readouterr().err) == (how == "crash")
 
 
@@ -82,7 +82,7 @@ def test_a_worker_that_dies_between_jobs_costs_nothing(tmp_path):
         os.kill(pid, signal.SIGKILL)
         look = os.WEXITED | os.WNOHANG | os.WNOWAIT
         wait_until(lambda: os.waitid(os.P_PID, pid, look))
-        # The job may lose another worker: the one before was not lost with it.
+        # The job may cost another worker, because the first worker died without a job.
         assert list(workers.run([(partial(die, "kill", tmp_path, 1), 1)], **PLENTY)) == ["alive"]
 
 
@@ -105,7 +105,7 @@ def test_signals_are_left_to_the_parent(send):
 
 
 def masks(pid: int) -> tuple[int, int]:
-    """Signals blocked and ignored by a process, as bits."""
+    """Return the signals blocked and ignored by a process, as bit masks."""
     fields = dict(
         line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
     )
@@ -128,7 +128,7 @@ def test_a_stopped_worker_is_replaced_after_the_timeout(tmp_path):
     with Workers(calls, 1, timeout_s=50) as workers:
         (pid,) = workers.run([(os.getpid, 1)], **PLENTY)
         os.kill(pid, signal.SIGSTOP)
-        workers._timeout_s = 3.0  # not for the start of a worker on a loaded machine
+        workers._timeout_s = 3.0  # too short for the start of a worker on a loaded machine
         with pytest.raises(TimeoutError, match="worker 0 is still at it"):
             next(workers.run([(partial(int, 3), 1)], **PLENTY))
         wait_until(lambda: not is_alive(pid))
@@ -146,8 +146,8 @@ def test_closing_in_the_middle_ends_everything_soon(ahead, tmp_path):
     assert len(pids) >= 2
     begin = time.monotonic()
     workers.close()
-    assert time.monotonic() - begin < 50  # of the 60 that a job takes
-    left = pids & children()  # a zombie would be among them
+    assert time.monotonic() - begin < 50  # a job takes 60 s
+    left = pids & children()  # would include zombies
     assert not left
 
 
@@ -166,7 +166,7 @@ jobs = [(partial(hang, marks), 1)] * 4
 
 
 def script(tmp_path: Path, body: str, *flags: str) -> subprocess.Popen[str]:
-    """Start a script in a process group of its own; its workers leave marks in a folder."""
+    """Start a script in a new process group; its workers leave marks in a folder."""
     marks = tmp_path / "marks"
     marks.mkdir()
     file = tmp_path / "script.py"
@@ -254,7 +254,7 @@ def test_an_interrupt_ends_all_and_prints_nothing_of_workers(tmp_path, body, mom
         begin = time.monotonic()
         os.killpg(running.pid, signal.SIGINT)
         out, err = running.communicate(timeout=100)
-    assert time.monotonic() - begin < 50  # of the 60 that a job takes
+    assert time.monotonic() - begin < 50  # a job takes 60 s
     if body == HANDLES:
         assert (running.returncode, out, err) == (3, "interrupted\n", "")
     else:
@@ -284,7 +284,7 @@ list(workers.run(jobs[:3], max_bytes=9, max_jobs=4))
         wait_until(lambda: not any(map(is_alive, pids)))
     assert err == ""
     new = set(os.listdir("/dev/shm")) - shared
-    own = [f"pym-{pid}-" for pid in (running.pid, *pids)]  # not those of other tests
+    own = [f"pym-{pid}-" for pid in (running.pid, *pids)]  # excludes those of other tests
     assert not [name for name in new if any(word in name for word in ("shm_transport", *own))]
 
 

@@ -1,4 +1,4 @@
-"""Writes docs/FILES.md: every module by room, in the words of its own docstring.
+"""Writes docs/FILES.md, which lists every module by room with the summary of its docstring.
 
 `make fix` runs this, and `test_reading_path.py` compares the page with it.
 """
@@ -22,19 +22,19 @@ writes this page, and a test keeps it so. What a room may import: `tests/house/t
 
 
 def path_of(text: str) -> list[tuple[int, str]]:
-    """Return (number, file) of the reading path, in the order of the page."""
+    """Return (number, file) of the reading path, in page order."""
     found = re.findall(r"^(\d+)\. `([\w./]+)`:", text, re.MULTILINE)
     return [(int(number), file) for number, file in found]
 
 
 def first_words(source: str) -> str:
-    """Return the first paragraph of a module's docstring in one line; "" without a docstring."""
+    """Return the first paragraph of a module's docstring as one line; "" without a docstring."""
     docstring = ast.get_docstring(ast.parse(source)) or ""
     return " ".join(docstring.partition("\n\n")[0].split())
 
 
 def page(root: Path, path: dict[str, int]) -> str:
-    """Return the page of the packages under `root`; `path` gives files their numbers."""
+    """Return the page for the packages under `root`; `path` maps files to their numbers."""
     marks = [mark for name in PACKAGES for mark in sorted(root.glob(f"{name}/**/__init__.py"))]
     parts = [HEAD]
     for room in (mark.parent for mark in marks):
@@ -54,7 +54,7 @@ def _line(root: Path, file: Path, path: dict[str, int]) -> str:
 
 
 def current() -> str:
-    """Return the page as it should be."""
+    """Return the page for the current sources."""
     return page(ROOT, {file: number for number, file in path_of(ARCHITECTURE.read_text())})
 
 

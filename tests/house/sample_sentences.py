@@ -1,9 +1,9 @@
 """Draws sentences from docs, docstrings, comments and messages, for a reader to mark.
 
-    python -m tests.house.sample_sentences 7              100 of all, drawn by seed 7
-    python -m tests.house.sample_sentences 7 --of docs    of README and docs alone
+    python -m tests.house.sample_sentences 7              100 of all kinds, with seed 7
+    python -m tests.house.sample_sentences 7 --of docs    only from README and docs
 
-The reader marks each as natural, odd or cryptic; docs/LOG.md has the counts.
+The reader marks each as natural, odd or cryptic; docs/LOG.md records the counts.
 """
 
 import argparse
@@ -26,20 +26,20 @@ _END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`*\"(])")
 
 
 def sentences(kind: str) -> list[tuple[str, str]]:
-    """Return (file, sentence) of all sentences of a kind, each once, in the order of files."""
+    """Return the unique (file, sentence) pairs of a kind, in file order."""
     texts = _pages() if kind == "docs" else _modules(kind)
     found = [(file, one) for file, text in texts for one in _cut(text)]
     return list(dict.fromkeys(found))
 
 
 def drawn(seed: int, number: int, kinds: tuple[str, ...] = KINDS) -> list[tuple[str, str, str]]:
-    """Return (kind, file, sentence) of some sentences, as many of each kind as there are in it."""
+    """Draw (kind, file, sentence) uniformly over all sentences of the kinds."""
     every = [(kind, file, text) for kind in kinds for file, text in sentences(kind)]
     return random.Random(seed).sample(every, min(number, len(every)))
 
 
 def _pages() -> Iterator[tuple[str, str]]:
-    """Yield (file, paragraph, list item or table cell) of the pages that people write."""
+    """Yield (file, text) of each paragraph, list item and table cell of the handwritten pages."""
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
     for page in pages:
         name = str(page.relative_to(ROOT))
@@ -62,7 +62,7 @@ def _modules(kind: str) -> Iterator[tuple[str, str]]:
 
 
 def _docstrings(text: str) -> Iterator[str]:
-    """Yield paragraphs of docstrings; of sections such as Args, each entry."""
+    """Yield the paragraphs of docstrings, and each entry of sections such as Args."""
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, documented) and (docstring := ast.get_docstring(node)):
@@ -72,7 +72,7 @@ def _docstrings(text: str) -> Iterator[str]:
 
 
 def _comments(text: str) -> Iterator[str]:
-    """Yield comments; lines that follow each other are one."""
+    """Yield comments; consecutive comment lines form one comment."""
     last, parts = -2, list[str]()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type != tokenize.COMMENT or re.match(r"# (?:type|pyright|fmt|noqa)", token.string):
@@ -86,7 +86,7 @@ def _comments(text: str) -> Iterator[str]:
 
 
 def _messages(text: str) -> Iterator[str]:
-    """Yield texts of errors and of options' help; values in them are {}."""
+    """Yield the texts of errors and option help, with {} for interpolated values."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             yield from map(_text, node.exc.args[:1])
@@ -113,7 +113,7 @@ def _cut(text: str) -> list[str]:
 
 
 def main() -> None:
-    """Print the sentences, each with its kind and file."""
+    """Print the drawn sentences, each with its kind and file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("seed", type=int)
     parser.add_argument("--number", type=int, default=100)

@@ -1,4 +1,4 @@
-"""JSON that lies under a root is read through one door, which bounds its size and nesting."""
+"""Only one module parses JSON stored under a root; it limits the size and nesting of the JSON."""
 
 import ast
 
@@ -7,7 +7,8 @@ import pytest
 from tests import ROOT
 
 DOOR = "data_pipeline/store/json_objects.py"
-# Files that parse JSON of other origin: our own values, run folders, the catalogue, local files.
+# These files parse JSON from other origins: our own values, run folders, the catalogue, local
+# files.
 OTHERS = {
     "data_pipeline/catalog/audit.py": "rows of the catalogue",
     "data_pipeline/catalog/runs.py": "run folders",

@@ -1,4 +1,4 @@
-"""Plants faults in a tiny project: noticed ones, survivors, and a table that is stale."""
+"""Plants faults in a tiny project: detected faults, survivors, and outdated tables."""
 
 import pytest
 
@@ -65,10 +65,10 @@ def test_faults_are_noticed_or_survive_and_are_known_the_next_time(project, tmp_
     found = {
         old: fault_of(project, "pkg/mod.py", old, new)
         for old, new in {
-            "if value >= least": "if value > least",  # in this process
-            "count -= 10\n": "count -= 9\n",  # in one that is started
+            "if value >= least": "if value > least",  # detected in this process
+            "count -= 10\n": "count -= 9\n",  # detected in a subprocess
             "count > 10": "True",  # never ends
-            "return None": "return 0",  # no test gets there
+            "return None": "return 0",  # no test reaches it
             "len(values) + 1 - 1": "len(values) - 1 + 1",
         }.items()
     }
@@ -100,7 +100,7 @@ def test_faults_are_drawn_by_the_seed_and_keep_lines_and_texts(project):
     assert ("first", "if not (value >= least):") in changes
     assert ("told", "pass") in changes
     assert ("told", "count = len(values) - 1 - 1") in changes
-    assert not any('values"' in one.new for one in faults)  # no text of a message
+    assert not any('values"' in one.new for one in faults)  # message texts stay unchanged
     source = (project / "pkg/mod.py").read_bytes()
     assert {one.planted(source).count(b"\n") for one in faults} == {source.count(b"\n")}
     drawn = sample(project, faults, 5, seed=3)
@@ -110,7 +110,7 @@ def test_faults_are_drawn_by_the_seed_and_keep_lines_and_texts(project):
 
 
 def test_the_tables_apply():
-    """Named faults and equivalents are those of the files as they are."""
+    """The named faults and the equivalents apply to the current files."""
     named = named_faults()
     assert len(named) == len(NAMED)
     check_equivalents()

@@ -1,4 +1,4 @@
-"""The way in stays short: the reading path, the list of all files beside it, and the README."""
+"""Keeps the reading path and the README short, and the generated list of files current."""
 
 import re
 import subprocess
@@ -21,7 +21,7 @@ def test_the_path_is_short_numbered_and_there():
 
 
 def test_the_page_speaks_of_names_that_exist():
-    """`name` in the lines of a file of the path; `name` (`file`) anywhere in the page."""
+    """Checks `name` in entries of the reading path, and `name` (`file`) anywhere in the page."""
     text = ARCHITECTURE
     entry = r"^\d+\. `([\w./]+)`:(.*?)(?=^\d+\. |^## )"
     entries = re.findall(entry, text, re.MULTILINE | re.DOTALL)
@@ -37,7 +37,7 @@ def test_the_page_speaks_of_names_that_exist():
 
 
 def test_no_file_holds_two_versions():
-    """Marks of a merge that nobody resolved."""
+    """Finds unresolved merge markers."""
     done = subprocess.run(
         ["git", "grep", "-lE", "^(<{7}|>{7}) "],
         cwd=ROOT,

@@ -1,6 +1,6 @@
-"""Which room may import which, which package belongs to which room, and that docs name real files.
+"""Import rules between rooms, rooms that may use certain packages, and file names in the docs.
 
-Plain `ast`: nothing under test is imported, so this runs in a second without torch.
+Uses only `ast` and imports nothing under test, so it runs in a second without torch.
 """
 
 import ast
@@ -13,8 +13,8 @@ import pytest
 from kimi_pretrain.reliability.stack_inspection import FILING
 from tests import ROOT
 
-# A room may import itself and what lies under the names listed here, and nothing else of ours.
-# Longest name wins. Imports inside functions and under TYPE_CHECKING count like all others.
+# A room may import itself and modules under the names listed here, and nothing else of ours. The
+# longest name wins. Imports inside functions and under TYPE_CHECKING count too.
 MEDIA = {"moonvit3d.geometry", "moonvit3d.media", "moonvit3d.preprocess"}
 SECTIONS = {
     "kimi_pretrain.checkpoint.config", "kimi_pretrain.dep.config",
@@ -185,7 +185,7 @@ ROOMS: dict[str, set[str]] = {
     },
 }  # fmt: skip
 
-# A package that only these rooms (or files) may import: its habits stay behind one wall.
+# Packages that only the listed rooms (or files) may import, to contain their quirks.
 WALLS: dict[str, set[str]] = {
     "megatron": {"kimi_pretrain.engine"},
     "av": {"moonvit3d.media", "launch.demo"},
@@ -193,7 +193,7 @@ WALLS: dict[str, set[str]] = {
         "moonvit3d.media", "moonvit3d.preprocess", "data_pipeline.augment.pixels",
         "launch.demo", "launch.pages.pictures",
     },
-    # Training needs no catalogue: a start asks it once, before there are ranks.
+    # Training does not use the catalogue: a start queries it once, before the ranks exist.
     "data_pipeline.catalog": {
         "data_pipeline.catalog", "launch.cli.data_catalog", "launch.cli.data_collect",
         "launch.cli.data_facts", "launch.cli.data_govern", "launch.cli.data_serve",
@@ -207,8 +207,9 @@ WALLS: dict[str, set[str]] = {
     "uvicorn": {"launch.web.connections"},
     "boto3": {"data_pipeline.store.open"},
     "botocore": {"data_pipeline.store.open"},
-    # The bytes of samples have one door, where they are compared with the index; `data verify`
-    # compares for itself; `SampleStream` reads in its own way, and again here what differs.
+    # Only these modules read sample bytes, because they compare them with the index. `data verify`
+    # makes its own comparison. `SampleStream` has its own reads; mismatching samples are read again
+    # here.
     "data_pipeline.store.open.get_many": {
         "data_pipeline.index.reads", "data_pipeline.inspect.shard",
     },
@@ -242,7 +243,7 @@ def room_of(module: str) -> str | None:
 
 @cache
 def nodes_of(text: str) -> list[ast.AST]:
-    """Return the nodes that tell what a module imports, defines and names; each text read once."""
+    """Return the nodes for imports, definitions and names; cached, so each text is parsed once."""
     defined = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     kinds = ast.Import | ast.ImportFrom | defined | ast.Name | ast.Constant
     return [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
@@ -250,7 +251,7 @@ def nodes_of(text: str) -> list[ast.AST]:
 
 @cache
 def imports_of(text: str) -> list[tuple[int, str]]:
-    """Return (line, module) of every absolute import, imports inside functions too."""
+    """Return (line, module) of every absolute import, including imports inside functions."""
     found = []
     for node in nodes_of(text):
         if isinstance(node, ast.Import):
@@ -294,7 +295,7 @@ def test_every_module_has_its_room():
 
 
 def circles(arrows: dict[str, set[str]]) -> list[set[str]]:
-    """Return the groups of modules that reach each other."""
+    """Return the groups of modules that import each other in a cycle."""
     reached: dict[str, set[str]] = {}
     for start in arrows:
         seen, ahead = set[str](), [start]
@@ -312,7 +313,7 @@ def circles(arrows: dict[str, set[str]]) -> list[set[str]]:
 
 
 def arrows_between(paths: list[Path]) -> dict[str, set[str]]:
-    """Return for each module those it imports, wherever in it, for types too."""
+    """Map each module to all modules it imports, including lazy and type-only imports."""
     names = {module_of(path) for path in paths}
     found: dict[str, set[str]] = {}
     for path in paths:
@@ -338,7 +339,7 @@ def test_no_rooms_in_a_circle():
     assert circles(between) == []
 
 
-# The rooms of the data pipeline, in the order in which one may import the other.
+# The rooms of the data pipeline in import order: a room may import only rooms before it.
 DATA_ROOMS = (
     "names", "keyed", "store", "cache", "index", "text", "augment", "config", "decode", "plan",
     "collate", "fetch", "access", "workers", "loader", "ingest", "inspect", "govern", "catalog",
@@ -364,7 +365,7 @@ def test_the_rooms_of_the_data_pipeline_point_one_way():
 
 
 def test_every_import_of_ours_finds_its_name():
-    """Also where no test goes: in benchmarks, and inside functions."""
+    """Covers code that no test runs, such as benchmarks and imports inside functions."""
     paths = [*sources(), *(p for d in ("benchmarks", "tests") for p in (ROOT / d).rglob("*.py"))]
     trees = {module_of(path): nodes_of(path.read_text()) for path in paths}
     names = {module: names_in(nodes) for module, nodes in trees.items()}
@@ -382,7 +383,7 @@ def test_every_import_of_ours_finds_its_name():
 
 
 def names_in(nodes: list[ast.AST]) -> set[str]:
-    """Return what a module defines, imports or is given by `__getattr__` (listed in `__all__`)."""
+    """Return the names a module defines, imports, or lists in `__all__` for `__getattr__`."""
     found = set()
     for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -392,7 +393,7 @@ def names_in(nodes: list[ast.AST]) -> set[str]:
         elif isinstance(node, ast.Import | ast.ImportFrom):
             found |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.add(node.value)  # of `__all__`, or of a table of lazy imports
+            found.add(node.value)  # an entry of `__all__`, or of a table of lazy imports
     return found
 
 
@@ -473,5 +474,5 @@ def test_configs_say_how_they_are_run():
 
 
 def test_files_named_in_code_exist():
-    """`stack_inspection` knows by their paths which files of ours read and write files."""
+    """`stack_inspection` lists our files that do file I/O by their paths."""
     assert [name for name in FILING if not (ROOT / name).exists()] == []

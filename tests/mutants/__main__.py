@@ -18,7 +18,7 @@ RESULT = Path(__file__).with_name("RESULT.md")
 
 
 def main(arguments: list[str]) -> int:
-    """Plant, print progress, write the page; 1 if a fault survived that is no proven equivalent."""
+    """Plant faults, print progress, write the page; return 1 if an unproven fault survived."""
     options = _options(arguments)
     chosen = options.organ or [NAMES, *ORGANS]
     known = Results(options.folder / "outcomes.jsonl")
@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
         else:
             outcomes = dict[str, Planted]()
         tests = [] if organ == NAMES else ORGANS[organ].expanded(ROOT)[1]
-        for fault in faults:  # what earlier calls found
+        for fault in faults:  # results of earlier calls
             before = known.of(ROOT, fault, named.get(fault, tests))
             if fault.key not in outcomes and before is not None:
                 outcomes[fault.key] = before
@@ -56,10 +56,10 @@ def faults_of(organ: str, number: int, seed: int) -> list[Fault]:
 
 
 def check_equivalents() -> None:
-    """Look for all equivalents in their files.
+    """Check that every known equivalent is still a fault of its file.
 
     Raises:
-        NotThere: one is no fault of its file any more.
+        NotThere: a listed equivalent is no longer a fault of its file.
     """
     for file in sorted({key.split()[0] for key in EQUIVALENT}):
         keys = {fault.key for fault in faults_in(ROOT, file)}
@@ -72,7 +72,7 @@ def named_faults() -> dict[Fault, list[str]]:
     """Return the faults of the table, each with its tests.
 
     Raises:
-        NotThere: one does not apply any more.
+        NotThere: a fault no longer applies.
     """
     found = dict[Fault, list[str]]()
     for file, old, new, tests in NAMED:

@@ -1,6 +1,6 @@
-"""Faults that change nothing that anybody can see, each with its proof in a line.
+"""Faults without any observable effect, each with a one-line proof.
 
-The keys are those that the sweep prints. One that is no fault of its file any more is an error.
+The keys are those that the sweep prints. A key that is no longer a fault of its file is an error.
 """
 
 EQUIVALENT: dict[str, str] = {

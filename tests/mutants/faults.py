@@ -1,7 +1,7 @@
 """Finds the one-line faults that can be planted in a file.
 
-A fault changes one expression or drops one statement inside a function. Text in messages, types,
-defaults and assertions stays as it is, and so do the numbers of all lines.
+A fault changes one expression or drops one statement inside a function. Messages, types, defaults,
+assertions and all line numbers stay as they are.
 """
 
 import ast
@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-Span = tuple[int, int, bytes]  # begin and end in the file, and what is put there
+Span = tuple[int, int, bytes]  # begin and end in the file, and the new text
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Fault:
 
     Attributes:
         where: the function, as `Class.name`.
-        old, new: the changed lines in one, before and after.
+        old, new: the changed lines joined into one line, before and after.
         number: counts equal changes of one function from 0.
         lines: first and last line of the statement, or of its head.
         span: the change itself.
@@ -38,7 +38,7 @@ class Fault:
 
     @property
     def key(self) -> str:
-        """Return its name, the same as long as its function's lines are."""
+        """Name of the fault, stable as long as the lines of its function are."""
         again = f" #{self.number + 1}" if self.number else ""
         return f"{self.file} {self.where}: {self.old} -> {self.new}{again}"
 
@@ -53,7 +53,7 @@ class NotThere(ValueError):
 
 
 def faults_in(root: Path, file: str) -> list[Fault]:
-    """Return all faults of a file, in its order."""
+    """Return all faults of a file, in file order."""
     source = (root / file).read_bytes()
     seen: Counter[tuple[str, str, str]] = Counter()
     faults = []
@@ -67,7 +67,7 @@ def faults_in(root: Path, file: str) -> list[Fault]:
 
 
 def fault_of(root: Path, file: str, old: str, new: str) -> Fault:
-    """Return a fault of the table: `old` stands once in the file, inside a function.
+    """Return a fault of the table; `old` must occur once in the file, inside a function.
 
     Raises:
         NotThere: it does not.
@@ -94,7 +94,7 @@ def fault_of(root: Path, file: str, old: str, new: str) -> Fault:
 
 
 def sample(root: Path, faults: Sequence[Fault], number: int, seed: int) -> list[Fault]:
-    """Draw some that are Python; a change of a file exchanges only faults in the changed lines."""
+    """Draw faults that compile; a change to a file affects only draws in the changed lines."""
 
     def place(fault: Fault) -> bytes:
         return hashlib.sha256(f"{seed} {fault.key}".encode()).digest()
@@ -125,12 +125,12 @@ def _flat(text: str) -> str:
 
 
 def _same_lines(old: bytes, new: bytes) -> bytes:
-    """Add the line ends that `new` lacks: what follows keeps its numbers."""
+    """Append the newlines that `new` lacks, so that later lines keep their numbers."""
     return new + b"\n" * (old.count(b"\n") - new.count(b"\n"))
 
 
 def _head(node: ast.stmt) -> tuple[int, int]:
-    """Return the lines of a statement without the body that it has."""
+    """Return the lines of a statement without its body."""
     body = getattr(node, "body", None)
     end = body[0].lineno - 1 if body else node.end_lineno
     return node.lineno, max(node.lineno, end or node.lineno)
@@ -175,7 +175,8 @@ _EXCHANGED = {
     "logical_or": "logical_and", "logical_and": "logical_or",
 }  # fmt: skip
 _BY_COMPARISON = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.In, ast.NotIn)
-# A guard, as an assertion is; places that are all one without a GPU; names of threads.
+# `strict` is a guard, like an assertion; devices do not differ without a GPU; thread names have no
+# effect.
 _UNSEEN = {"strict", "device", "thread_name_prefix"}
 _SAID = {"log", "logger", "_log", "print", "warnings"}
 
@@ -188,12 +189,12 @@ class _Finder(ast.NodeVisitor):
         starts = [0, *(match.end() for match in re.finditer(b"\n", source))]
         self._starts = starts
         self._names: list[str] = []
-        self._depth = 0  # of functions
+        self._depth = 0  # nesting depth of functions
         self._statement: ast.stmt | None = None
         self.found: list[tuple[str, ast.stmt, Span]] = []
         self.visit(ast.parse(source))
 
-    # What holds others ---------------------------------------------------------------------------
+    # Nodes that contain others --------------------------------------------------------------------
 
     def visit(self, node: ast.AST) -> None:
         if isinstance(node, ast.stmt):
@@ -220,19 +221,19 @@ class _Finder(ast.NodeVisitor):
             self.visit(node.value)
 
     def visit_Raise(self, node: ast.Raise) -> None:
-        """Leave the message alone."""
+        """Skip the message."""
 
     def visit_Assert(self, node: ast.Assert) -> None:
-        """Leave it alone: it never holds what it refuses."""
+        """Skip assertions: in correct code they never fire."""
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        """Leave texts alone."""
+        """Skip texts."""
 
     def visit_Lambda(self, node: ast.Lambda) -> None:
         if self._depth:
             self.visit(node.body)
 
-    # What is changed -----------------------------------------------------------------------------
+    # Changes --------------------------------------------------------------------------------------
 
     def _dropped(self, node: ast.stmt) -> None:
         called = node.value if isinstance(node, ast.Expr) else None
@@ -325,7 +326,7 @@ class _Finder(ast.NodeVisitor):
         else:
             self._change(begin, end, "")
 
-    # Places --------------------------------------------------------------------------------------
+    # Positions in the source ----------------------------------------------------------------------
 
     def _between(self, left: ast.expr, right: ast.expr, operator: ast.AST, new: str) -> None:
         sign = _SIGN[type(operator)]
@@ -360,7 +361,7 @@ def _is_text(node: ast.expr) -> bool:
 
 
 def _is_said(call: ast.Call) -> bool:
-    """Whether a call only writes to a log."""
+    """Return whether a call only writes to a log."""
     node: ast.expr = call.func
     while isinstance(node, ast.Attribute):
         node = node.value

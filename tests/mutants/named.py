@@ -1,6 +1,6 @@
 """Faults that once survived every test, each with the tests that must notice it.
 
-(file, text that stands there once, text in its place, files of tests).
+Each entry is (file, text that occurs once in it, replacement, test files).
 """
 
 _DATA, _OURS = "tests/unit/data_pipeline", "tests/unit/kimi_pretrain"

@@ -1,4 +1,4 @@
-"""Lists the critical organs: their files, and the tests that belong to each."""
+"""Lists the critical organs with their files and tests."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,10 +8,10 @@ _DATA, _OURS = "tests/unit/data_pipeline", "tests/unit/kimi_pretrain"
 
 @dataclass(frozen=True)
 class Organ:
-    """Files under guard, and their tests, as patterns under the root.
+    """Source files and their tests, as glob patterns under the root.
 
     Attributes:
-        forks: whether tests start processes through `tests.fork_server`.
+        forks: True if tests start processes through `tests.fork_server`.
     """
 
     files: tuple[str, ...]
@@ -19,10 +19,10 @@ class Organ:
     forks: bool = False
 
     def expanded(self, root: Path) -> tuple[list[str], list[str]]:
-        """Return its files and its tests.
+        """Return its source files and test files.
 
         Raises:
-            ValueError: a pattern finds nothing.
+            ValueError: a pattern matches nothing.
         """
         return _expanded(root, self.files), _expanded(root, self.tests)
 

@@ -1,10 +1,10 @@
-"""Plants a fault in a process that has imported our code already, or traces what a test reaches.
+"""Plants a fault in a process that has imported our code, or traces the lines a test reaches.
 
-A fork of a process with torch takes milliseconds where a start takes seconds. So the fault is put
-into the functions that are there: each gets the code object of the changed file, whoever holds the
-function. Processes that start later read the changed file. Both are told by environment variables,
-so that what a test starts has the fault too (`tests/fork_server.py`, and the `sitecustomize.py`
-that `tests.mutants.worker` puts into its copy of the tree).
+A fork of a process with torch takes milliseconds; a start takes seconds. A fault is therefore put
+into existing functions: each function object gets the code object of the changed file. Processes
+that start later read the changed file. Environment variables control both, so that processes
+started by a test have the fault too (see `tests/fork_server.py`, and the `sitecustomize.py` that
+`tests.mutants.worker` puts into its copy of the tree).
 """
 
 import gc
@@ -16,17 +16,17 @@ from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
-# The changed file, a copy of it as it was, and the root of the tree.
+# The changed file and a copy of the original.
 FAULT = "KIMI_PRETRAIN_FAULT"
-# A file that takes "tag path line" of every watched line reached, and one with these lines.
+# An output file for "tag path line" of every watched line reached, and a file with these lines.
 TRACE = "KIMI_PRETRAIN_TRACE"
-# Set where faults will be planted: `tests.fork_server` notes its functions.
+# Set where faults will be planted; makes `tests.fork_server` index its functions.
 INDEX = "KIMI_PRETRAIN_INDEX"
 _functions: dict[str, list[FunctionType]] = {}
 
 
 def index(root: Path) -> None:
-    """Note all functions of our files: before `gc.freeze`, which hides them, and before forks."""
+    """Index all functions of our files; call it before forks and `gc.freeze`, which hides them."""
     _functions.clear()
     for one in gc.get_objects():
         if type(one) is FunctionType and one.__code__.co_filename.startswith(str(root)):
@@ -34,7 +34,7 @@ def index(root: Path) -> None:
 
 
 def begin() -> None:
-    """Do what the environment asks for; called in a new process."""
+    """Plant or trace as the environment requests; called in a new process."""
     if FAULT in os.environ and _functions:
         file, before = os.environ[FAULT].split(os.pathsep)
         plant(file, Path(before).read_bytes(), Path(file).read_bytes())
@@ -43,7 +43,7 @@ def begin() -> None:
 
 
 def plant(file: str, before: bytes, after: bytes) -> int:
-    """Give functions of a file the code that they have in another text; returns how many."""
+    """Give a file's functions the code of a changed text; return how many were changed."""
     changes = dict(
         (old, new)
         for old, new in _pairs(compile(before, file, "exec"), compile(after, file, "exec"))
@@ -58,7 +58,7 @@ def plant(file: str, before: bytes, after: bytes) -> int:
 
 
 def fits(before: bytes, after: bytes) -> bool:
-    """Whether functions can take the changed code: it needs the same variables from outside."""
+    """Return whether functions can take the changed code, which needs the same free variables."""
     pairs = list(_pairs(compile(before, "", "exec"), compile(after, "", "exec")))
     return all(old.co_freevars == new.co_freevars for old, new in pairs)
 
@@ -67,23 +67,23 @@ def _pairs(old: CodeType, new: CodeType) -> list[tuple[CodeType, CodeType]]:
     inner = [[one for one in code.co_consts if isinstance(one, CodeType)] for code in (old, new)]
     names = [[one.co_name for one in some] for some in inner]
     pairs = [(old, new)]
-    if names[0] == names[1]:  # else a function inside went with a statement: the outer one has it
+    if names[0] == names[1]:  # else the fault dropped an inner function, so the outer code differs
         for some in zip(*inner):
             pairs += _pairs(*some)
     return pairs
 
 
 class Tracer:
-    """Writes which of some lines are reached, each once for each tag.
+    """Writes each reached line among the watched lines, once per tag.
 
-    A function is traced only until all of its watched lines were seen, so that hot code stays fast.
+    A function is traced only until all its watched lines were reached, so that hot code stays fast.
 
     Args:
-        output: takes the lines.
-        watched: a JSON file, file -> lines.
+        output: file that receives the lines.
+        watched: JSON file that maps each file to its lines.
 
     Attributes:
-        tag: the test that runs; "*" in other processes, and before tests.
+        tag: the running test; "*" in other processes and before tests.
     """
 
     def __init__(self, output: str, watched: str):
@@ -94,7 +94,7 @@ class Tracer:
         self._left: dict[tuple[str, CodeType], set[int]] = {}
 
     def start(self) -> None:
-        """Trace this thread and those that start later."""
+        """Trace this thread and threads that start later."""
         threading.settrace(self._call)
         sys.settrace(self._call)
 

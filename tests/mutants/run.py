@@ -1,4 +1,4 @@
-"""Copies the tree, plants faults in the copy organ by organ, and keeps what became of each."""
+"""Copies the tree, plants faults in the copy organ by organ, and records their outcomes."""
 
 import json
 import os
@@ -21,13 +21,13 @@ _LEAST_LIMIT_S = 30.0
 
 @dataclass(frozen=True)
 class Planted:
-    """What became of a fault.
+    """Outcome of a fault.
 
     Attributes:
-        outcome: one of `NOTICED`; "survived"; "unreached" by any test; "unfit" to be planted.
-        killer: the test that noticed it.
-        tried: how many tests ran with it.
-        stamp: hash of the file, and of the tests that the outcome rests on.
+        outcome: a value of `NOTICED`; "survived"; "unreached" by any test; "unfit" to be planted.
+        killer: the test that noticed the fault.
+        tried: number of tests run with the fault.
+        stamp: hash of the file and of the tests that determine the outcome.
     """
 
     key: str
@@ -39,12 +39,12 @@ class Planted:
 
     @property
     def noticed(self) -> bool:
-        """Whether a test failed, did not end, or died."""
+        """True if a test failed, did not end, or died."""
         return self.outcome in NOTICED
 
 
 class Results:
-    """Known outcomes, in a file with a line for each: a sweep goes on where it ended."""
+    """Known outcomes, one line each in a file, so that an interrupted sweep continues."""
 
     def __init__(self, file: Path):
         self.file = file
@@ -54,11 +54,11 @@ class Results:
             self._known[one.key] = one
 
     def last(self, fault: Fault) -> Planted | None:
-        """Return what became of a fault when it was last planted."""
+        """Return the outcome of a fault when it was last planted."""
         return self._known.get(fault.key)
 
     def of(self, root: Path, fault: Fault, tests: Sequence[str]) -> Planted | None:
-        """Return what became of a fault, if neither its file nor the tests have changed since."""
+        """Return the outcome of a fault if neither its file nor its tests have changed since."""
         known = self._known.get(fault.key)
         if known is None:
             return None
@@ -79,15 +79,15 @@ def plant_all(
     root: Path = ROOT,
     least_limit: float = _LEAST_LIMIT_S,
 ) -> dict[str, Planted]:
-    """Plant faults that have no outcome yet; return the outcomes of all.
+    """Plant the faults that have no outcome yet; return the outcomes of all faults.
 
     Args:
-        tests: files of tests.
-        folder: keeps outcomes, and which lines tests reach.
-        watched: faults whose lines are traced, too, so that a longer list needs no other trace.
-        forks: whether tests start processes through `tests.fork_server`.
-        only: tests of single faults, by their keys.
-        least_limit: seconds that the tests of one file have with any fault.
+        tests: test files.
+        folder: stores the outcomes and the lines that tests reach.
+        watched: additional faults whose lines are traced, so that a longer list reuses the trace.
+        forks: True if tests start processes through `tests.fork_server`.
+        only: tests of individual faults, by fault key.
+        least_limit: minimum time limit of one test file with a fault, in seconds.
 
     Raises:
         RuntimeError: the tests cannot be run, or fail without a fault.
@@ -117,7 +117,7 @@ def plant_all(
 
 
 def copy_tree(root: Path, tree: Path) -> None:
-    """Copy what git tracks or would; all files where there is no git."""
+    """Copy the files that git tracks or would track; all files if there is no git."""
     listed = subprocess.run(
         ["git", "ls-files", "-coz", "--exclude-standard"],
         cwd=root, capture_output=True, text=True, check=False,

@@ -1,4 +1,4 @@
-"""Writes the page of what became of the faults."""
+"""Writes the page with the outcomes of the faults."""
 
 import platform
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ its organ that reach the changed line. `CONTRIBUTING.md` says how to read and us
 
 
 class Row(NamedTuple):
-    """An organ, the faults that were drawn, and what is known of them."""
+    """An organ, its drawn faults and their known outcomes."""
 
     organ: str
     faults: Sequence[Fault]
@@ -28,7 +28,7 @@ class Row(NamedTuple):
 
 
 def page(rows: Sequence[Row], number: int, seed: int) -> str:
-    """Return the page."""
+    """Return the page as Markdown."""
     used = ", ".join(f"{name} {version(name)}" for name in ("torch", "numpy", "pytest"))
     parts = [
         HEAD,

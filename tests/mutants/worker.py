@@ -1,8 +1,8 @@
 """A pytest plugin that plants faults one after the other, each in a fork of the collected session.
 
 `python -m tests.mutants` starts it in a copy of the tree, with a job in a file. The tests are
-collected once. First every file of tests runs without a fault and is traced, so that a fault meets
-only the tests that reach its line, quickest first, up to the first that fails.
+collected once. Each test file first runs traced and without a fault. A fault then runs only the
+tests that reach its line, quickest first, up to the first failure.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ _MORE_MEMORY, _LARGEST_FILE = 8 << 30, 1 << 30
 
 @dataclass
 class _TestFile:
-    """Items of one file, and what they did without a fault.
+    """Items of one test file and their results without a fault.
 
     Attributes:
         reached: item (its number, or "*" for all) -> lines, as (file, line).
@@ -59,12 +59,12 @@ def stamp(root: Path, files: Sequence[str]) -> str:
 
 
 class _Ended(Exception):
-    """A fork ended otherwise than by itself: the message says how."""
+    """A fork was killed or timed out; the message says which."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Fail at once where an example fails: nobody reads the smallest."""
+    """Stop hypothesis at the first failing example, because nobody reads the shrunk one."""
     from hypothesis import Phase, settings
 
     settings.register_profile(
@@ -75,7 +75,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool:
-    """Run the job in the place of the tests."""
+    """Run the job instead of the tests."""
     job = json.loads(Path(os.environ[JOB]).read_text())
     _Worker(session, job).run()
     return True
@@ -116,7 +116,7 @@ class _Worker:
             _say(f"  {of_all:>9} {seconds:6.1f}s {outcome:9} {fault['key']}")
 
     def _without_fault(self, name: str) -> None:
-        """Run a file of tests as it is, and keep what it reaches; not again if nothing changed.
+        """Run a test file without a fault and store the lines it reaches; skip unchanged files.
 
         Raises:
             pytest.UsageError: a test fails without a fault.
@@ -146,7 +146,7 @@ class _Worker:
         _say(f"  {sum(file.took):6.1f}s {len(file.items):4} tests reach {number:5} lines: {name}")
 
     def _with(self, fault: dict[str, Any]) -> tuple[str, str | None, int]:
-        """Return the outcome of a fault, the test that noticed it, and how many were tried."""
+        """Return the outcome of a fault, the test that noticed it, and the number of tests run."""
         path, lines = self.root / fault["file"], range(fault["lines"][0], fault["lines"][1] + 1)
         chosen = list[tuple[float, list[pytest.Item]]]()
         for name, file in self.files.items():
@@ -164,7 +164,7 @@ class _Worker:
         times = path.stat()
         copy.write_bytes(before)
         path.write_bytes(after)
-        # Byte code goes by whole seconds and size: no two texts of a file have the same here.
+        # Python matches byte code by mtime in seconds and size, so each version gets a new mtime.
         self._clock = max(self._clock, int(times.st_mtime)) + 2
         os.utime(path, (self._clock, self._clock))
         environment = {plant.FAULT: os.pathsep.join([str(path), str(copy)])}
@@ -191,10 +191,10 @@ class _Worker:
         limit: float,
         traced: bool = False,
     ) -> tuple[str | None, list[float]]:
-        """Run some items in a fork; return the first that failed, and the seconds of each.
+        """Run items in a fork; return the first that failed, and the seconds of each.
 
         Raises:
-            _Ended: it took too long, or died.
+            _Ended: the fork timed out or died.
         """
         reader, writer = os.pipe()
         with tempfile.TemporaryDirectory(dir=self.folder) as own:
@@ -262,7 +262,7 @@ class _Worker:
 
 
 class _Notes:
-    """What happens to the items of a fork."""
+    """Records results of the items in a fork."""
 
     def __init__(self) -> None:
         self.failed, self.number = False, "*"
@@ -285,7 +285,7 @@ class _Notes:
 
 
 def _limit_memory() -> None:
-    """End a fault that would fill the machine."""
+    """Limit memory and file sizes, so that a fault cannot fill the machine."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + _MORE_MEMORY, used + _MORE_MEMORY))
     resource.setrlimit(resource.RLIMIT_FSIZE, (_LARGEST_FILE, _LARGEST_FILE))
@@ -293,7 +293,7 @@ def _limit_memory() -> None:
 
 
 def _read(descriptor: int, limit: float) -> str | None:
-    """Return all that is written, or None if the end does not come in time."""
+    """Return all written text, or None if the end marker does not arrive in time."""
     end, parts = time.monotonic() + limit, list[bytes]()
     while (left := end - time.monotonic()) > 0:
         if select.select([descriptor], [], [], left)[0]:
@@ -305,7 +305,7 @@ def _read(descriptor: int, limit: float) -> str | None:
 
 
 def _end(pid: int) -> None:
-    """End a fork, if it still runs, and what it has left behind."""
+    """Kill a fork, if it still runs, and its remaining children."""
     try:
         left = psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""Configurations, checkpoints, media of strangers: refused in one line, and nothing executed."""
+"""Untrusted configurations, checkpoints and media: refused in one line, and nothing executes."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def tokenizer() -> Tokenizer:
 
 
 class Payload:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, place):
         self.place = place
@@ -48,7 +48,7 @@ class Payload:
         return os.mkdir, (str(self.place),)
 
 
-# Configurations ----------------------------------------------------------------------------------
+# Configurations -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_an_endpoint_without_a_scheme_is_told_what_to_add(endpoint, monkeypatch)
     assert expected in str(refused.value)
 
 
-# Checkpoints -------------------------------------------------------------------------------------
+# Checkpoints --------------------------------------------------------------------------------------
 
 
 def _tensor_file(header: bytes, data: bytes = b"", length: int | None = None) -> bytes:
@@ -137,7 +137,7 @@ def _entry(shape, end, begin=0, dtype="F32"):
 
 
 TENSOR_FILES = {
-    "a pickle": None,  # put in by the test
+    "a pickle": None,  # filled in by the test
     "no bytes": b"",
     "a header of 2**63 bytes": _tensor_file(b"{}", length=1 << 63),
     "a header longer than the file": _tensor_file(b"{}", length=1 << 20),
@@ -153,7 +153,7 @@ TENSOR_FILES = {
 
 
 def _checkpoint(folder, tensor_file: bytes, **changes):
-    """A checkpoint of one file that is complete and hashes right: its writer was hostile."""
+    """Write a complete single-file checkpoint with correct hashes, as a hostile writer could."""
     import hashlib
 
     folder.mkdir(exist_ok=True)
@@ -237,7 +237,7 @@ def test_a_hostile_manifest_is_refused(what, tmp_path):
 
 
 def test_other_files_of_a_checkpoint_s_folder_are_never_opened(tmp_path):
-    """Pickles that older formats would have loaded."""
+    """These are pickles that older formats would have loaded."""
     made = tmp_path / "made"
     good = _tensor_file(_entry([4], 16), bytes(16))
     folder = _checkpoint(tmp_path / "step_00000001", good)
@@ -276,11 +276,11 @@ def test_weights_that_are_a_pickle_are_refused(tmp_path):
     assert not (tmp_path / "made").exists()
 
 
-# Media -------------------------------------------------------------------------------------------
+# Media --------------------------------------------------------------------------------------------
 
 
 def _box(data: bytes, *path: bytes) -> int:
-    """Where the content of a box begins."""
+    """Return the offset of a box's content."""
     at, end = 0, len(data)
     for name in path:
         while data[at + 4 : at + 8] != name:
@@ -331,7 +331,7 @@ LIMITS = PatchLimits(image=4096, frame=1024)
 
 @pytest.mark.parametrize("kind", [KIND_IMAGE, KIND_VIDEO])
 def test_a_file_of_another_size_than_the_index_says_is_not_decoded(kind, monkeypatch):
-    """The index promises a small picture; the file would take 70 million pixels."""
+    """The index promises a small picture, and decoding the file would take 70 million pixels."""
 
     def never(*_, **__):
         raise AssertionError("a pixel was decoded")
@@ -345,7 +345,7 @@ def test_a_file_of_another_size_than_the_index_says_is_not_decoded(kind, monkeyp
     found = media.probe(data, kind)
     right = grid(kind, 1, found.height, found.width, LIMITS)
     with pytest.raises((AssertionError, MediaError), match="a pixel was decoded"):
-        decode.decode_item(data, kind, 0, LIMITS, right)  # so this would have been seen
+        decode.decode_item(data, kind, 0, LIMITS, right)  # proves that the check above could fail
 
 
 def test_ingest_leaves_bombs_out(tokenizer):
@@ -365,7 +365,7 @@ def test_ingest_leaves_bombs_out(tokenizer):
         ("wide", "undecodable"),
         ("tables", "undecodable"),
     ]
-    assert time.process_time() - begun < 5  # of CPU; decoding either takes a minute
+    assert time.process_time() - begun < 5  # CPU seconds; decoding either takes a minute
 
 
 def test_a_source_s_shards_lie_in_its_root(tokenizer, tmp_path):

@@ -1,4 +1,4 @@
-"""Manifests of strangers, all of whose hashes are right, before everything that removes objects."""
+"""Untrusted manifests with correct hashes, checked before every operation that removes objects."""
 
 import hashlib
 import io
@@ -59,7 +59,7 @@ def texts(name, count=2):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Objects of a root: a victim with a hold, files of people, an ingest that was killed, evil."""
+    """A root with a victim under hold, user files, a killed ingest, and a hostile source."""
     store = FolderStore(tmp_path_factory.mktemp("hostile"))
     store.put("tokenizer/t.tiktoken", RANKS)
     for name in ("victim", "other", "evil"):
@@ -82,14 +82,14 @@ def store(made, tmp_path):
 
 
 def put(store: FolderStore, folder: str, /, **changes: object) -> None:
-    """Change a manifest as one who knows all rules: its content_hash is right again."""
+    """Change a manifest as an expert attacker would, with a correct content_hash."""
     manifest = read_manifest(store, folder) | changes
     data = store.get(index_key(folder))
     try:
         index = index_of(read_table(data), manifest, manifest["index_sha256"])
         manifest["content_hash"] = index.content_hash
     except (IndexMismatch, KeyError, TypeError, ValueError):
-        pass  # such a manifest has none
+        pass  # such a manifest has no content hash
     store.put(manifest_key(folder), json.dumps(manifest).encode())
 
 
@@ -103,7 +103,7 @@ def as_replaced(store: FolderStore, key: str, by: str) -> dict[str, object]:
 
 
 class Archived:
-    """A catalogue in which the stranger's source is archived for long; nobody uses anything."""
+    """A catalogue with the hostile source long archived and nothing in use."""
 
     def __init__(self, store):
         self.store = store
@@ -142,7 +142,7 @@ def theirs(store):
     return {key: data for key, data in objects_of(store).items() if key.startswith(OTHERS)}
 
 
-# Manifests that do not have the form of one -----------------------------------------------------
+# Malformed manifests ------------------------------------------------------------------------------
 
 
 def names(*keys):
@@ -190,7 +190,7 @@ def a_circle(store):
 
 
 def deep(store):
-    """Not a manifest of the right form: nested a hundred thousand levels deep."""
+    """Write a malformed manifest, nested a hundred thousand levels deep."""
     text = store.get(manifest_key("evil")).decode()
     nested = "[" * 100_000 + "]" * 100_000
     store.put(manifest_key("evil"), text.replace('"samples"', f'"x": {nested}, "samples"').encode())
@@ -223,7 +223,7 @@ def test_nothing_is_removed_by_a_manifest_without_its_form(store, tmp_path, what
     assert not target.root.exists() or target.list() == []
 
 
-# Indices that do not have the form of one --------------------------------------------------------
+# Malformed indices --------------------------------------------------------------------------------
 
 
 def column(name, values):
@@ -276,11 +276,11 @@ def test_an_index_without_its_form_is_refused_in_one_line(store, tmp_path, what)
     assert objects_of(store) == before
 
 
-# Manifests of the right form --------------------------------------------------------------------
+# Well-formed manifests ----------------------------------------------------------------------------
 
 
 def test_shards_of_others_are_no_one_s_own(store):
-    """They are read, as those of a source that was counted anew; they do not go with it."""
+    """They are readable, like those of a recounted source, but do not go with the source."""
     put(store, "evil", **names("half/000000.tar", "raw/000000.tar")(store))
     assert isinstance(read_index(store, "evil"), SourceIndex)
     before = theirs(store)
@@ -294,7 +294,7 @@ def test_shards_of_others_are_no_one_s_own(store):
 
 
 def erased_bytes(store, key):
-    """A shard of zeros, as if all of it had been redacted, under the name that it would have."""
+    """Return a shard of zeros, as after a full redaction, under the name it would have."""
     data = bytes(len(store.get(key)))
     sha256 = hashlib.sha256(data).hexdigest()
     by = key.replace(".tar", f".redacted-{sha256[:12]}.tar")
@@ -303,7 +303,7 @@ def erased_bytes(store, key):
 
 @pytest.mark.parametrize("planted", [False, True])
 def test_shards_of_others_are_not_replaced_on_its_word(store, planted):
-    """Nor if the stranger could put a shard into their folders, as a sync does."""
+    """This holds even if the attacker could put a shard into their folders, as a sync does."""
     shards, replaced = [], []
     for key in ("victim/000001.tar", "raw/000000.tar"):
         by, data = erased_bytes(store, key)
@@ -331,7 +331,7 @@ def test_shards_of_others_are_not_replaced_on_its_word(store, planted):
 
 
 def test_no_other_hash_on_its_word_keeps_blocks_in_a_cache(store, tmp_path):
-    """It says that the shard which was replaced had other bytes: those are not in the cache."""
+    """It claims other bytes for the replaced shard, which the cache does not hold."""
     config = CacheConfig(folder=str(tmp_path / "cache"), disk_bytes=1 << 24, block_bytes=4096)
     [before, _] = read_index(store, "other").shards
     with CachedStore(FolderStore(store.root), config) as cache:
@@ -344,7 +344,7 @@ def test_no_other_hash_on_its_word_keeps_blocks_in_a_cache(store, tmp_path):
     replaced = [{"key": before.key, "size": 1, "sha256": "0" * 64, "by": now["key"]}]
     about = {"made_as": "x", "samples": [0], "replaced": replaced}
     for name in (index_key, manifest_key):
-        store.put(name("zzz"), store.get(name("evil")))  # the last by its name
+        store.put(name("zzz"), store.get(name("evil")))  # the last source by name
     put(store, "zzz", shards=[now], redacted=about)
     assert purge(FolderStore(store.root), config) == 1
     assert not [file for file in blocks if b"other 0 other 0" in data(file)]
@@ -355,7 +355,7 @@ def data(file):
 
 
 def test_samples_of_others_are_not_redacted_on_its_word(store):
-    """A twin of the victim calls all its samples redacted; it was not asked about them."""
+    """A twin of the victim declares all its samples redacted, but no redaction was requested."""
     store.delete("victim/holds.json")
     twin = read_manifest(store, "twin")
     about = {"made_as": twin["content_hash"], "samples": [0, 1], "replaced": []}
@@ -369,7 +369,7 @@ def test_samples_of_others_are_not_redacted_on_its_word(store):
     ]
     assert not carry_out(store, ASKED).kept
     assert theirs(store) == before
-    # Asked for: what its index says is compared with what the victim's says, and done to both.
+    # A requested redaction compares both indices and applies to both sources.
     done = carry_out(store, {"victim": ["victim-1"]})
     assert done.samples == {"victim": 1}
     assert [(key, reason.split()[0]) for key, reason in done.kept] == [
@@ -378,7 +378,7 @@ def test_samples_of_others_are_not_redacted_on_its_word(store):
 
 
 def test_a_sample_that_covers_others_is_refused(store):
-    """Its index says that a document is as long as the shard of the victim."""
+    """Its index claims a document as long as the victim's shard."""
     store.delete("victim/holds.json")
     size = len(store.get("victim/000000.tar"))
     index = read_index(store, "twin")
@@ -393,7 +393,7 @@ def test_a_sample_that_covers_others_is_refused(store):
             carry_out(store, wanted)
     assert objects_of(store) == before
     offset = index.json_offset.copy()
-    offset[0] += 512  # a place of its own, which the victim knows nothing of
+    offset[0] += 512  # an offset that the victim's index does not have
     store.delete(manifest_key("twin"))
     write_index(store, replace(index, json_offset=offset))
     before = objects_of(store)
@@ -422,7 +422,7 @@ def test_another_name_in_a_manifest_is_no_way_into_its_folder(store):
 
 
 def test_redactions_of_another_content_are_unsound_and_do_not_travel(store, tmp_path):
-    """A source calls itself the target's, with all samples redacted: made_as is not believed."""
+    """A source claims the target's content_hash with all samples redacted; made_as is verified."""
     target = FolderStore(tmp_path / "target")
     sync(store, target, ["victim"])
     content = read_manifest(target, "victim")["content_hash"]
@@ -440,7 +440,7 @@ def test_redactions_of_another_content_are_unsound_and_do_not_travel(store, tmp_
 
 
 def test_a_hold_stays_whoever_names_it_and_where_no_source_is(store):
-    """Also in a folder whose manifest has gone."""
+    """This also holds in a folder without a manifest."""
     store.put("raw/holds.json", store.get("victim/holds.json").replace(b"victim", b"other"))
     before = objects_of(store)
     with pytest.raises(ValueError, match="is under hold 'case-9'"):
@@ -455,7 +455,7 @@ def test_a_hold_stays_whoever_names_it_and_where_no_source_is(store):
 
 
 def test_what_a_stranger_s_redaction_is_said_to_be_is_not_done_to_the_original(store, tmp_path):
-    """A manifest in the target says that shards were replaced: the advice names who said so."""
+    """A manifest in the target declares shards replaced; the advice names that source."""
     target = FolderStore(tmp_path / "target")
     by, data = erased_bytes(store, "victim/000000.tar")
     replaced = [as_replaced(store, "victim/000000.tar", by)]
@@ -494,7 +494,7 @@ VALUES = st.recursive(
 
 
 def holders(value):
-    """All objects and lists inside a value, with their keys."""
+    """Yield (container, key) for every value inside nested objects and lists."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, inside in list(items):
         yield value, key
@@ -505,7 +505,7 @@ def holders(value):
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_manifest_is_sound_or_refused_in_words(data):
-    """And what passes is complete: nothing that reads it finds a field of another type."""
+    """A manifest that passes is complete, with the expected type in every field."""
     check_form(GOOD)
     manifest = json.loads(json.dumps(GOOD))
     for _ in range(data.draw(st.integers(1, 2))):

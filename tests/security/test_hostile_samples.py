@@ -1,7 +1,7 @@
-"""Lines and files of strangers at ingest: each is a rejected sample, the good ones come through.
+"""Untrusted lines and files at ingest: each is rejected, and the good samples pass.
 
-What is wrong with the machine (no memory, a store that is away, credentials that are no good) is
-told from what the data causes: it ends the ingest and rejects nothing.
+Machine errors (no memory, an absent store, bad credentials) are distinguished from data errors:
+they end the ingest and reject nothing.
 """
 
 import errno
@@ -37,7 +37,7 @@ TOKENIZER = Tokenizer(train_ranks([f"row {i} of {i * i} rows" for i in range(99)
 
 
 def ingested(inputs, category, store, **options):
-    """Keys of the good samples, and {key: (reason, detail)} of the others."""
+    """Return the keys of the good samples, and {key: (reason, detail)} of the rejected ones."""
     reader = open_inputs([str(where) for where in inputs], category)
     index = ingest(reader, store, "s", TOKENIZER, category=category, **options)
     told = [json.loads(line) for line in store.get("s/rejected.jsonl").splitlines()]
@@ -173,7 +173,7 @@ def test_whatever_the_lines_say_the_good_ones_come_through(category, folder, sto
 
 
 def test_json_of_a_packed_tar_is_bounded(tmp_path, store):
-    """Some kB that hold 18 MiB of fields which nobody knows."""
+    """A few kB contain 18 MiB of unknown fields."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as tar:
         for name, data in (
@@ -198,7 +198,7 @@ def test_a_video_of_many_large_frames_is_not_decoded(store, monkeypatch):
     [told] = map(json.loads, store.get("s/rejected.jsonl").splitlines())
     assert (told["reason"], told["key"]) == ("too large", "a")
     assert "9 frames of 64 x 48, at most 27647 pixels" in told["detail"]
-    ticks = itertools.count()  # the first frames come in time, later ones do not
+    ticks = itertools.count()  # the first frames arrive in time, later ones do not
     monkeypatch.setattr("data_pipeline.ingest.prepare.time.monotonic", lambda: 200.0 * next(ticks))
     index = ingest(wanted, MemoryStore("slow"), "s", TOKENIZER, category="video")
     assert index.num_samples == 1

@@ -1,4 +1,4 @@
-"""Tars of strangers: none leaves its folder, fills the memory or crashes ingest."""
+"""Untrusted tar files: none can leave its folder, fill the memory or crash the ingest."""
 
 import gzip
 import io
@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 
 def loaded(where, **options):
-    """(key, bytes of its first medium or the reason), of every sample."""
+    """Return (key, bytes of the first item or the rejection reason) of every sample."""
     found = []
     for _, unit in open_inputs([str(where)], "caption", **options).read():
         try:
@@ -31,7 +31,7 @@ def loaded(where, **options):
 
 
 def member(name, size=0, kind=tarfile.REGTYPE, link="", data=b""):
-    """A header, which may claim any size, and the bytes that follow."""
+    """Return a header, which may claim any size, and the bytes that follow."""
     info = tarfile.TarInfo(name)
     info.type, info.linkname = kind, link
     header = bytearray(info.tobuf(tarfile.USTAR_FORMAT))
@@ -51,7 +51,7 @@ END = bytes(1024)
 
 
 def test_names_that_climb_are_only_names(tmp_path):
-    """A sample's key is made of letters; nothing is ever unpacked under a name of the tar."""
+    """Sample keys use safe characters only, and nothing is unpacked under a name from the tar."""
     names = ("../../up", "/etc/passwd", "a/../../b", "..", "C:\\x", "a\nb", "\x1b[31m")
     tar = tmp_path / "in.tar"
     tar.write_bytes(b"".join(sample(name) for name in names) + END)
@@ -96,8 +96,8 @@ HEADERS = {
 @pytest.mark.parametrize("packed", [False, True], ids=["tar", "tgz"])
 @pytest.mark.timeout(60)
 def test_an_absurd_header_is_a_damaged_file(what, packed, tmp_path):
-    """What came before it is used; ingest neither crashes nor waits."""
-    # Of the sample just before it nobody knows whether more of it would have followed.
+    """Samples before the header are used; ingest neither crashes nor hangs."""
+    # The sample just before the header may be incomplete.
     data = sample() + sample("before") + HEADERS[what] + sample("after") + END
     tar = tmp_path / ("in.tgz" if packed else "in.tar")
     tar.write_bytes(gzip.compress(data) if packed else data)
@@ -156,7 +156,7 @@ def test_what_is_packed_does_not_fill_the_memory(tmp_path, monkeypatch):
         found = loaded(tmp_path / name)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        if name == "many.tgz":  # its text is missing, too, but it was never held
+        if name == "many.tgz":  # its text is also missing, but memory never held it
             found = [(key, "too large") for key, _ in found]
         assert found == expected[name], name
         assert peak < 12 * MIB, f"{name}: {peak / MIB:.0f} MiB"
@@ -179,7 +179,7 @@ def test_links_out_of_a_folder_are_refused(tmp_path):
     (folder / "a.txt").write_bytes(b"x")
     (folder / "own.png").write_bytes(PNG)
     (folder / "a.png").symlink_to(folder / "own.png")
-    assert ("a", PNG) in loaded(folder)  # inside it is a link like any other
+    assert ("a", PNG) in loaded(folder)  # a link inside the folder is allowed
     for target in (outside / "a.png", outside):
         (folder / "a.png").unlink()
         (folder / "a.png").symlink_to(target)

@@ -7,7 +7,7 @@ from tests.slurm.lab import Lab, obstacle
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    """Two nodes of a real SLURM; skips where it cannot be."""
+    """A real SLURM with two nodes; skips where it cannot run."""
     if reason := obstacle():
         pytest.skip(f"no real SLURM here: {reason}")
     lab = Lab(tmp_path_factory.mktemp("lab"))

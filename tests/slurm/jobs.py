@@ -1,4 +1,4 @@
-"""Submits the small configuration to a lab, as a person would, and looks at what becomes of it."""
+"""Submits the small configuration to a lab, as a user would, and inspects the jobs."""
 
 import json
 import os
@@ -19,11 +19,11 @@ from tests.slurm.lab import Lab
 
 # Two ranks, one on each of two nodes.
 TWO_NODES = ("--gpus-per-node=0", "--tasks-per-node=1", "--cpus-per-task=1", *layout(pp=2))
-RUN_SECONDS = 240.0  # far from the half minute that a job takes on a busy machine
+RUN_SECONDS = 240.0  # far above the half minute that a job takes on a busy machine
 
 
 def submit(lab: Lab, run_dir: Path, *arguments: str) -> int:
-    """Run `kimi-pretrain submit` on the small configuration; returns the job's number."""
+    """Run `kimi-pretrain submit` on the small configuration; return the job id."""
     done = subprocess.run(
         command(run_dir, "--parsable", *arguments),
         env=environment(lab), capture_output=True, text=True, timeout=200, check=False,
@@ -41,19 +41,19 @@ def command(run_dir: Path, *arguments: str) -> list[str]:
 
 
 def environment(lab: Lab) -> dict[str, str]:
-    """Return what a person on this cluster has in the environment."""
+    """Return the environment of a user on this cluster."""
     own = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "GLOO_SOCKET_IFNAME": "lo"}
     return os.environ | {"SLURM_CONF": lab.env["SLURM_CONF"], "PATH": lab.env["PATH"]} | own
 
 
 def state(lab: Lab, job: int | str) -> JobState:
-    """Return how a job, or one element of an array ("12_3"), stands."""
+    """Return the state of a job, or of one array element ("12_3")."""
     (one,) = states(lab, job)
     return one
 
 
 def states(lab: Lab, job: int | str) -> list[JobState]:
-    """Return how every element of an array stands."""
+    """Return the state of every element of an array."""
     text = lab.run("scontrol", "--oneliner", "show", "job", str(job))
     return [slurm_queue.parse_job(line) for line in text.splitlines() if line.strip()]
 
@@ -69,19 +69,19 @@ def wait_steps(lab: Lab, job: int | str, run_dir: Path, steps: int = 1) -> None:
 
 
 def preempt(lab: Lab, job: int | str, run_dir: Path, steps: int = 1, *, save: bool = True) -> None:
-    """Tell a job to make room, as SLURM does before a time limit, after its first steps.
+    """Preempt a job after its first steps with the signal that SLURM sends before a time limit.
 
-    Its ranks stand still meanwhile: however fast the machine, there are steps left to do. Where
-    they are not to `save`, what writes their checkpoints stands still from then on.
+    The ranks are suspended meanwhile, so that steps remain on any machine. Without `save`, the
+    checkpoint writers are suspended too and stay so.
     """
     wait_steps(lab, job, run_dir, steps)
     signal_ranks(run_dir, signal.SIGSTOP)
-    if not save:  # none that has begun comes to its end, nor any later one
+    if not save:  # neither a save in progress nor a later one can finish
         for pid in writer_pids(run_dir):
             os.kill(pid, signal.SIGSTOP)
     lab.run("scancel", "--signal=USR1", "--batch", str(job))
     wait(lambda: "got USR1" in log_of(lab, job), "the signal", lambda: log_of(lab, job))
-    # Until it has come from the script to the ranks, which take it when they go on.
+    # Wait until the signal is pending at the ranks, which handle it once resumed.
     wait(
         lambda: any(is_told(pid, signal.SIGUSR1) for pid in rank_pids(run_dir)),
         "the signal at a rank", lambda: log_of(lab, job),
@@ -98,7 +98,7 @@ def signal_ranks(run_dir: Path, number: signal.Signals) -> None:
 
 
 def writer_pids(run_dir: Path) -> list[int]:
-    """Return the processes that write the checkpoints of a job's ranks."""
+    """Return the checkpoint writer processes of a job's ranks."""
     children = [one for pid in rank_pids(run_dir) for one in psutil.Process(pid).children()]
     return [
         one.pid for one in children if "kimi_pretrain.checkpoint.writer_process" in one.cmdline()
@@ -116,13 +116,13 @@ def rank_pids(run_dir: Path) -> list[int]:
 
 
 def wait_end(lab: Lab, job: int) -> JobState:
-    """Wait until a job has ended for good; returns how."""
+    """Wait until a job has ended; return its final state."""
     wait(lambda: state(lab, job).ended, f"end of job {job}", lambda: log_of(lab, job))
     return state(lab, job)
 
 
 def wait(found, what: str, told=lambda: "", seconds: float = RUN_SECONDS, pause=0.25) -> None:
-    """Wait until something is so; shows `told()` where it is not in time."""
+    """Wait until `found()` is true; on a timeout fail with `told()`."""
     end = time.monotonic() + seconds
     while not found():
         assert time.monotonic() < end, f"not after {seconds:.0f} s: {what}\n{told()}"
@@ -136,8 +136,9 @@ def log_of(lab: Lab, job: int | str) -> str:
 
 
 def result(run_dir: Path) -> tuple[list[tuple[int, float, float]], dict]:
-    """Return what two runs must have in common: step, loss and gradient norm of every step, and
-    the hashes of everything that is remembered at the end.
+    """Return step, loss and gradient norm of every step, and the hashes of the final state.
+
+    Two equal runs must agree in these.
     """
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     numbers = [(line["step"], line["loss"], line["grad_norm"]) for line in lines]

@@ -3,10 +3,10 @@
     python -m tests.slurm.lab up --folder /tmp/lab --nodes 2    # prints export SLURM_CONF=...
     python -m tests.slurm.lab down --folder /tmp/lab
 
-Real munged, slurmctld and one slurmd a node (Debian: slurm-wlm, munge), with their own key, socket,
-ports and state in the folder; nothing outside of it is written. The nodes' names n1, n2, ... need
-not resolve, because every node has its address in the configuration. What is started is ended by
-its process id, and only after a look at when it began, so that a reused id is never signalled.
+The lab runs real munged, slurmctld and one slurmd per node (Debian: slurm-wlm, munge), with their
+own key, socket, ports and state in the folder. It writes nothing outside the folder. The node names
+n1, n2, ... need not resolve, because the configuration gives every node an address. Processes are
+ended by process id, after a check of their start time, so that a reused id is never signalled.
 """
 
 import argparse
@@ -25,15 +25,15 @@ from pathlib import Path
 import psutil
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
-# What a user must be to start the daemons: they take their keys and credentials from root.
+# Only root can start the daemons, because they take their keys and credentials from root.
 ROOT = 0
-NODE = "LAB_NODE"  # in the environment of a slurmd, and so of what it starts
+NODE = "LAB_NODE"  # environment variable of a slurmd, inherited by its processes
 STARTED_SECONDS = 60.0
 STOPPED_SECONDS = 20.0
 
 
 def obstacle() -> str | None:
-    """Return why there can be no lab on this machine, or None."""
+    """Return why this machine cannot run a lab; None if it can."""
     if missing := [name for name in PROGRAMS if program(name) is None]:
         return f"{', '.join(missing)} not installed (Debian: apt-get install slurm-wlm munge)"
     if os.geteuid() != ROOT:
@@ -42,15 +42,15 @@ def obstacle() -> str | None:
 
 
 def program(name: str) -> str | None:
-    """Return the path of a program; daemons stand where a user's PATH may not look."""
+    """Return the path of a program; daemons may be outside a user's PATH."""
     return shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
 
 
 def free_ports(count: int) -> list[int]:
     """Return ports that nothing on this machine uses.
 
-    They are bound later: below the range for outgoing connections (from 32768), and below the S3
-    servers' (from 12000), so that hardly anybody takes one before.
+    The ports are bound later. They are below the range for outgoing connections (from 32768) and
+    the S3 servers' range (from 12000), so that other programs rarely take them first.
     """
     found = list[int]()
     for port in random.SystemRandom().sample(range(10_100, 11_900), 1800):
@@ -63,12 +63,12 @@ def free_ports(count: int) -> list[int]:
 
 
 def configuration(folder: Path, ports: list[int], cpus: int, kill_wait: int) -> str:
-    """Return slurm.conf: ports[0] is the controller's, the others are the nodes'.
+    """Return slurm.conf; ports[0] is the controller's, the others are the nodes'.
 
-    Short times where SLURM's defaults would make a test wait: a requeued job starts after about
-    `cred_expire` seconds (two minutes by default), a dead node is seen after SlurmdTimeout.
-    Partition `low` makes room for `high`: its jobs get the signal they asked for (--signal), then
-    GraceTime, then go back into the queue.
+    The timeouts are short where SLURM's defaults would delay a test: a requeued job starts after
+    about `cred_expire` seconds (two minutes by default), a dead node is detected after
+    SlurmdTimeout. Partition `high` preempts `low`, whose jobs get their requested signal
+    (--signal), then GraceTime, and then return to the queue.
     """
     nodes = "\n".join(
         f"NodeName=n{i} NodeHostname=n{i} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} "
@@ -118,7 +118,7 @@ PartitionName=high {everywhere} PriorityTier=2 PreemptMode=off
 
 
 class Lab:
-    """The daemons of one lab, whoever started them; `folder` holds all their state."""
+    """The daemons of one lab, started by any process; `folder` holds all their state."""
 
     def __init__(self, folder: Path):
         self.folder = folder.resolve()
@@ -130,7 +130,7 @@ class Lab:
         """Start everything and wait until all nodes are idle.
 
         Raises:
-            RuntimeError: it cannot be started here, runs already, or did not come up in time.
+            RuntimeError: the lab cannot start here, runs already, or did not come up in time.
         """
         if reason := obstacle():
             raise RuntimeError(f"no SLURM lab: {reason}")
@@ -142,7 +142,7 @@ class Lab:
         if not key.exists():
             key.touch(mode=0o400)
             key.write_bytes(os.urandom(128))
-        # Node after node, so that a restarted lab finds its jobs' nodes where they were.
+        # Nodes have a fixed order, so that a restarted lab keeps the nodes of its jobs.
         self.conf.write_text(configuration(self.folder, free_ports(nodes + 1), cpus, kill_wait))
         self._start_munge(key)
         self._start("slurmctld", "slurmctld", "-D", "-i", "-f", str(self.conf))
@@ -155,7 +155,7 @@ class Lab:
         self._start(name, "slurmd", "-D", "-N", name, "-f", str(self.conf))
 
     def kill_node(self, name: str, everything: bool = True) -> None:
-        """Kill a node's slurmd, and everything that it started, as when the power fails."""
+        """Kill a node's slurmd and all its descendants, like a power failure."""
         victim = self._process(name)
         if victim is None:
             raise RuntimeError(f"{name} does not run")
@@ -176,7 +176,7 @@ class Lab:
         (self.folder / "pids.json").unlink(missing_ok=True)
 
     def run(self, *command: str, check: bool = True, timeout: float = 100.0) -> str:
-        """Run one of SLURM's commands on this lab; returns its standard output."""
+        """Run a SLURM command on this lab; return its standard output."""
         done = subprocess.run(
             command, env=self.env, capture_output=True, text=True, timeout=timeout, check=False
         )
@@ -189,10 +189,10 @@ class Lab:
         return self.run("sinfo", "-h", "-N", "-p", "low", "-o", "%T", check=False).split()
 
     def wait(self, found: Callable[[], bool], what: str, seconds: float = STARTED_SECONDS) -> None:
-        """Wait until something is so.
+        """Wait until `found()` is true.
 
         Raises:
-            RuntimeError: it is not in time; shows the ends of the daemons' logs.
+            RuntimeError: it is not true in time; shows the ends of the daemons' logs.
         """
         if not self._until(found, seconds):
             logs = sorted((self.folder / "log").iterdir())
@@ -225,7 +225,7 @@ class Lab:
         return json.loads(file.read_text()) if file.is_file() else {}
 
     def _process(self, name: str) -> psutil.Process | None:
-        """Return a daemon that runs, or None."""
+        """Return a running daemon, or None."""
         pid, began = self._pids().get(name, (0, 0.0))
         try:
             process = psutil.Process(pid) if pid else None
@@ -238,13 +238,13 @@ class Lab:
         return None
 
     def _steps(self, node: str | None = None) -> list[psutil.Process]:
-        """Return the slurmstepds of a node, or of all: they outlive the slurmd they came from."""
+        """Return the slurmstepds of a node, or of all nodes; they outlive their slurmd."""
         found = []
         for process in psutil.process_iter(["name"]):
             try:
                 if process.info["name"] != "slurmstepd":
                     continue
-                # Its title is written over a part of it, so it is no list from the beginning on.
+                # The process title overwrites the start of the environment, so parse the raw bytes.
                 env = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
                 ours = [f"SLURM_CONF={self.conf}", *([f"{NODE}={node}"] if node else [])]
                 if all(word.encode() in env for word in ours):
@@ -272,7 +272,7 @@ def _with_children(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def _end(processes: list[psutil.Process]) -> None:
-    """End processes by request, and by force after a while."""
+    """Terminate processes, and kill those that remain after a while."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()

@@ -1,4 +1,4 @@
-"""A chain of dependent jobs, ended amid a stage and submitted again, equals one run here."""
+"""A chain of dependent jobs, ended inside a stage and resubmitted, equals a local run."""
 
 import re
 import subprocess
@@ -26,7 +26,7 @@ STAGES = [
 
 
 def write(folder: Path, data_root: Path) -> Path:
-    """Write the chain into a folder, which is its run_dir, too."""
+    """Write the chain into a folder, which also holds its run_dir."""
     pairs = (text.partition("=") for text in (*SMALL, *layout(pp=2)))
     small = {key: yaml.safe_load(value) for key, _, value in pairs}
     chain = {
@@ -42,7 +42,7 @@ def write(folder: Path, data_root: Path) -> Path:
 
 
 def submit(lab, file: Path) -> tuple[dict[str, int], str]:
-    """Submit a chain; returns the numbers of its jobs by stage, and all it said."""
+    """Submit a chain; return the job ids by stage, and the output."""
     done = subprocess.run(
         [sys.executable, "-m", "launch.cli", "chain", str(file), "--submit"],
         env=jobs.environment(lab), capture_output=True, text=True, timeout=100, check=False,
@@ -80,6 +80,6 @@ def test_a_chain_of_jobs(lab, data_root, tmp_path):
     for stage in STAGES:
         folders = [folder / "runs" / stage["stage"] for folder in (file.parent, here.parent)]
         assert jobs.result(folders[0]) == jobs.result(folders[1]), stage["stage"]
-    # Each job wrote it when it began; it was submitted before there was anything to name.
+    # Each job resolves its source when it starts, because nothing existed at submission.
     for name, source in (("joint", "text"), ("long", "joint")):
         assert latest_in(runs / source) in (runs / name / BEGAN).read_text()

@@ -1,4 +1,4 @@
-"""What else happens to jobs on a cluster: lost nodes, ends by request, failures, chains, arrays."""
+"""Job faults on a cluster: lost nodes, cancellations, failures, chains, arrays."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ def overrides(data_root):
 
 @pytest.fixture(scope="module")
 def straight(lab, overrides, tmp_path_factory):
-    """What an uninterrupted run leaves."""
+    """Results of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("straight")
     job = jobs.submit(lab, folder / "run", *overrides)
     assert jobs.wait_end(lab, job).state == "COMPLETED", jobs.log_of(lab, job)
@@ -35,7 +35,7 @@ def finishes_equal(lab, job, run_dir, straight, restarts=1):
 
 
 def test_scancel_ends_in_order_with_a_checkpoint(lab, overrides, tmp_path, straight):
-    """Told by a person who has followed it, and stopped to follow it before."""
+    """A user cancels the job after following its output and detaching."""
     run_dir = tmp_path / "run"
     more = ("--follow", "train.steps=1000", "checkpoint.every=null")
     watching = subprocess.Popen(
@@ -57,7 +57,7 @@ def test_scancel_ends_in_order_with_a_checkpoint(lab, overrides, tmp_path, strai
     )  # fmt: skip
     assert "SIGTERM" in stands["reason"]
     jobs.wait(lambda: not jobs.rank_pids(run_dir), "end of the ranks", seconds=30)
-    # A person goes on with it.
+    # A user resumes the run.
     more = f"train.steps={stands['step'] + 1}"
     job = jobs.submit(lab, run_dir, *overrides, "--resume=latest", more)
     assert jobs.wait_end(lab, job).state == "COMPLETED", jobs.log_of(lab, job)
@@ -65,7 +65,7 @@ def test_scancel_ends_in_order_with_a_checkpoint(lab, overrides, tmp_path, strai
 
 @pytest.mark.parametrize("node", ["n1", "n2"])
 def test_a_lost_node(node, lab, overrides, tmp_path, straight):
-    """SLURM sees it after SlurmdTimeout and requeues; the job starts when the node is back.
+    """SLURM notices after SlurmdTimeout and requeues; the job starts when the node is back.
 
     n1 holds the batch script and rank 0, n2 only a rank.
     """
@@ -80,11 +80,11 @@ def test_a_lost_node(node, lab, overrides, tmp_path, straight):
 
 @pytest.mark.parametrize("node", ["n1", "n2"])
 def test_a_killed_slurmd(node, lab, overrides, tmp_path, straight):
-    """The daemon alone: what it started lives on, and must not be in the next start's way."""
+    """Only the daemon is killed; its processes survive and must not block the next start."""
     run_dir = tmp_path / "run"
     job = jobs.submit(lab, run_dir, *overrides)
     jobs.wait_steps(lab, job, run_dir, 4)
-    # Or it would be done before anybody sees that slurmd is gone.
+    # Suspend the ranks; otherwise the job would finish before SLURM notices the loss.
     jobs.signal_ranks(run_dir, signal.SIGSTOP)
     lab.kill_node(node, everything=False)
     requeued(lab, job)
@@ -118,7 +118,7 @@ def test_a_killed_rank_is_a_failure_that_is_tried_again(lab, overrides, tmp_path
     ids=["given up by the script", "ended by the watchdog"],
 )
 def test_a_stop_without_a_save_is_a_failure(lab, overrides, tmp_path, straight, limits, why):
-    """That is tried again, not TIMEOUT and no stop in order: the writers stand still."""
+    """A stop that cannot save, with suspended writers, is retried as a failure, not a TIMEOUT."""
     run_dir = tmp_path / "run"
     job = jobs.submit(lab, run_dir, *overrides, *limits)
     jobs.preempt(lab, job, run_dir, 4, save=False)
@@ -130,12 +130,12 @@ def test_a_stop_without_a_save_is_a_failure(lab, overrides, tmp_path, straight, 
     assert why in said
     assert "restart 1 of 3: back into the queue" in said
     assert "told to make room" not in said
-    # SLURM has ended what stood still.
+    # SLURM has ended the suspended writers.
     assert not any(psutil.pid_exists(pid) for pid in writers)
 
 
 def test_a_setup_that_fails_on_a_bad_node_is_tried_again(lab, overrides, tmp_path):
-    """And again as often as other failures, with a line that names it."""
+    """It is retried as often as other failures, and the message names it."""
     need = f"test -e {tmp_path}/good"
     more = ("train.steps=2", "--max-restarts=1", f"--setup={need}")
     once, never = tmp_path / "once", tmp_path / "never"
@@ -154,7 +154,7 @@ def test_a_setup_that_fails_on_a_bad_node_is_tried_again(lab, overrides, tmp_pat
 
 
 def test_room_for_a_partition_that_goes_first(lab, overrides, tmp_path, straight):
-    """SLURM's own pre-emption: the signal, time to save, the others' job, and on."""
+    """SLURM preempts the job: signal, time to save, the other job, requeue."""
     run_dir = tmp_path / "run"
     job = jobs.submit(lab, run_dir, *overrides, "--partition=low", "--sbatch=exclusive")
     jobs.wait_steps(lab, job, run_dir)
@@ -185,7 +185,7 @@ def test_a_chain_of_two_stages(lab, overrides, tmp_path):
     for job in (first, second):
         assert jobs.wait_end(lab, job).state == "COMPLETED", jobs.log_of(lab, job)
     trained, fresh = jobs.result(two)[0][0][1], jobs.result(one)[0][0][1]
-    assert trained < fresh - 0.3  # the loss of its first step: not from scratch
+    assert trained < fresh - 0.3  # loss of the first step; the stage does not start from scratch
 
 
 def test_a_failed_stage_cancels_the_next(lab, overrides, tmp_path):
@@ -199,7 +199,7 @@ def test_a_failed_stage_cancels_the_next(lab, overrides, tmp_path):
 def test_an_element_of_an_array_that_makes_room_leaves_the_others_alone(
     lab, overrides, tmp_path, straight
 ):
-    """The element that makes room is the one to which SLURM gave the array's own number."""
+    """The preempted element has the id of the whole array."""
     sweep = tmp_path / "sweep"
     job = jobs.submit(lab, sweep, *overrides, "--seeds=0,5,7")
 
@@ -224,7 +224,7 @@ def test_an_element_of_an_array_that_makes_room_leaves_the_others_alone(
 
 
 def test_the_time_limit(lab, overrides, tmp_path):
-    """Two to three minutes, most of it waiting: SLURM's shortest limit with room for the signal."""
+    """Takes two to three minutes, the shortest SLURM limit that leaves time for the signal."""
     run_dir = tmp_path / "run"
     limits = ("--time=3", "--save-seconds=40")
     job = jobs.submit(lab, run_dir, *overrides, "train.steps=100000", *limits)

@@ -1,4 +1,4 @@
-"""A job of two nodes that makes room in the middle is requeued, and equals one left in peace."""
+"""A two-node job that is preempted and requeued equals an undisturbed one."""
 
 import pytest
 
@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 def test_a_preempted_job_equals_an_uninterrupted_one(lab, data_root, tmp_path):
     overrides = (f"data.root={data_root}", "train.steps=8")
     preempted = jobs.submit(lab, tmp_path / "preempted", *overrides)
-    # Both at a time: a requeued job waits, and most of a start is waiting, too.
+    # Run both at once, because a requeue and a start are mostly waiting.
     straight = jobs.submit(lab, tmp_path / "straight", *overrides)
     jobs.preempt(lab, preempted, tmp_path / "preempted")
 
@@ -26,7 +26,7 @@ def test_a_preempted_job_equals_an_uninterrupted_one(lab, data_root, tmp_path):
     ):  # fmt: skip
         assert said.count(f": {line}") == 1, said
     saved = sorted(int(f.name[-8:]) for f in (tmp_path / "preempted/checkpoints").glob("step_*"))
-    assert len(saved) == 1, saved  # checkpoint.every is null: the signal's own
+    assert len(saved) == 1, saved  # checkpoint.every is null, so only the signal saved
     assert 1 <= saved[0] < 8
 
     numbers, hashes = jobs.result(tmp_path / "preempted")

@@ -1,1 +1,1 @@
-"""A campaign of real faults against real training jobs; see `__main__`."""
+"""Campaign of real faults against real training jobs; see `__main__`."""

@@ -1,10 +1,9 @@
-"""`python -m tests.fault.campaign`: real faults against real trainings, and the table of them.
+"""`python -m tests.fault.campaign`: injects real faults into training jobs and writes the table.
 
-Runs are tiny, but nothing in them is simulated: `kimi-pretrain train` as a person starts it,
-torchrun and two or four ranks over gloo, writer processes, folders and a real S3 server behind a
-proxy that breaks its answers. After each fault the run is resumed and compared with one that
-was left alone: every number of its lines that is no time, and the SHA-256 of everything it
-remembers.
+The runs are tiny but not simulated: `kimi-pretrain train` as a user starts it, torchrun, two or
+four ranks over gloo, writer processes, folders, and a real S3 server behind a proxy that breaks its
+answers. After each fault the run is resumed and compared with an uninterrupted run: every number in
+its metrics except times, and the SHA-256 of its whole state.
 
     python -m tests.fault.campaign                  all, 25 minutes on two cores; writes the docs
     python -m tests.fault.campaign --only two_runs  some, by name; writes nothing but --json
@@ -31,7 +30,7 @@ BUCKET = "campaign"
 
 
 def cases(campaign: Campaign, proxy: FaultProxy) -> dict[str, Callable[[], object]]:
-    """Name -> what carries it out, in the order of the table."""
+    """Return name -> case function, in the order of the table."""
     s3 = (campaign, proxy, BUCKET)
     return {
         "kills_of_ranks": partial(kills.kills_of_ranks, campaign),
@@ -55,7 +54,7 @@ def cases(campaign: Campaign, proxy: FaultProxy) -> dict[str, Callable[[], objec
 
 
 def main(arguments: list[str]) -> int:
-    """Run the campaign; 0 where everything went as promised."""
+    """Run the campaign; return 0 if every case went as promised."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=[], help="names of cases")
     parser.add_argument("--seed", type=int, default=0)
@@ -93,7 +92,7 @@ def _run(campaign: Campaign, only: list[str]) -> None:
                 continue
             try:
                 case()
-            except Exception as error:  # the others are still worth running
+            except Exception as error:  # the remaining cases are still worth running
                 traceback.print_exc()
                 told = f"the case itself failed: {type(error).__name__}: {error}"
                 campaign.add(Result(name, "", "", wrong=[told[:500]]), time.monotonic())

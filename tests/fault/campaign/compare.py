@@ -1,7 +1,7 @@
-"""Whether a run that was struck equals one that was not: every number that is no time.
+"""Compares an interrupted run with an uninterrupted one.
 
-Times, memory, traffic and what is made of them differ from run to run; anything else must be equal
-to the last bit, and so must the SHA-256 of everything that the run remembers.
+Times, memory, traffic and values derived from them differ from run to run. All other numbers must
+be bit-identical, and so must the SHA-256 of the run's whole state.
 """
 
 import json
@@ -12,7 +12,7 @@ from kimi_pretrain.verify.traces import numbers_of
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Lines of a JSON-lines file; none where there is no file. A torn last line is left out."""
+    """Return the lines of a JSON-lines file without a torn last line; [] if there is no file."""
     if not file.is_file():
         return []
     whole = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -20,9 +20,9 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def difference_of_lines(run: Path, straight: Path) -> str | None:
-    """The first step whose line differs from the uninterrupted run's; None: all are equal.
+    """Return the first step whose line differs from the uninterrupted run's; None if all are equal.
 
-    The run may have done fewer steps, but none may be missing in between.
+    The run may have done fewer steps, but no step in between may be missing.
     """
     lines, expected = (read_lines(folder / "metrics.jsonl") for folder in (run, straight))
     for number, (line, wanted) in enumerate(zip(lines, expected), 1):
@@ -34,7 +34,7 @@ def difference_of_lines(run: Path, straight: Path) -> str | None:
 
 
 def difference(run: Path, straight: Path) -> str | None:
-    """What of a finished run differs from the uninterrupted one; None: nothing does."""
+    """Return how a finished run differs from the uninterrupted one; None if they are equal."""
     if found := difference_of_lines(run, straight):
         return found
     steps = [len(read_lines(folder / "metrics.jsonl")) for folder in (run, straight)]

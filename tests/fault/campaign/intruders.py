@@ -1,4 +1,4 @@
-"""Starts in the folder of another run: at the same moment, and as a rank that nobody expects."""
+"""Starts in the folder of another run: a simultaneous start, and ranks started by hand."""
 
 import os
 import subprocess
@@ -13,12 +13,12 @@ from tests.fault.campaign.processes import PATIENCE_S, Training
 from tests.fault.campaign.runs import Campaign, Result
 from tests.slurm.lab import free_ports
 
-# A rank that joins nobody ends by its own watchdog, soon.
+# A rank without peers soon ends by its own watchdog.
 _ALONE = "train.timeout_seconds=5"
 
 
 def second_starts(campaign: Campaign) -> None:
-    """Two starts at once: both look into the folder before either of them has its lock."""
+    """Start two runs at once; both look into the folder before either has its lock."""
     begun, run_dir = time.monotonic(), campaign.folder / "at_once"
     straight, settings = campaign.straight(), campaign.settings()
     with Training(run_dir, settings) as one, Training(run_dir, settings) as other:
@@ -36,7 +36,7 @@ def second_starts(campaign: Campaign) -> None:
 
 
 def bare_ranks(campaign: Campaign) -> None:
-    """Ranks that srun starts by hand in mid-training: refused or alone, and the run goes on."""
+    """Start bare ranks, as srun does, during training; each fails while the run continues."""
     begun, run_dir = time.monotonic(), campaign.folder / "bare"
     straight, settings = campaign.straight(), campaign.settings()
     job = Job("tiny_cpu", str(run_dir), (*settings, _ALONE))
@@ -59,7 +59,7 @@ def bare_ranks(campaign: Campaign) -> None:
                 if _reports(run_dir) != before:
                     result.wrong.append("it wrote into the folder")
                 results.append(result)
-            time.sleep(5)  # so long the run's supervisor looks for reports
+            time.sleep(5)  # the run's supervisor looks for reports for this long
         code = first.wait()
         left = first.left_over()
     undisturbed = Result("... and the run", "", f"exit {code}, undisturbed")
@@ -72,7 +72,7 @@ def bare_ranks(campaign: Campaign) -> None:
 
 
 def _reports(run_dir) -> dict[str, bytes]:
-    """Every file of the folder that another process than the run's might write."""
+    """Return every file of the folder that a process outside the run might write."""
     files = [*run_dir.glob("logs/*.txt"), *run_dir.glob("logs/*.json"), run_dir / "status.json"]
     return {file.name: file.read_bytes() for file in sorted(files)}
 

@@ -1,8 +1,8 @@
-"""kill -9 of random ranks at random moments of one long run, each time gone on with by `latest`.
+"""Kills random ranks with SIGKILL at random moments of one run, resuming with `latest` each time.
 
-A run of a month is interrupted hundreds of times: here one run is, again and again, and at its end
-it must equal the run that never was. Moments come from the seed: a delay within a step, or within
-the start, or the first sight of a save or an upload.
+A month-long run is interrupted hundreds of times. Here one run is interrupted repeatedly, and at
+its end it must equal the uninterrupted run. The seed determines the moments: a delay within a step
+or within the start-up, or the first sight of a save or an upload.
 """
 
 import random
@@ -28,15 +28,16 @@ from tests.fault.campaign.runs import (
 )
 from tests.fault.fault_proxy import Fault, FaultProxy
 
-# What each kill of the two chains aims at.
+# Target of each kill in the two chains.
 LOCAL = ("step", "optimizer", "save", "step", "start", "step", "optimizer", "save") * 2
 UPLOADS = ("upload",) * 4
-# Steps after a resume that pass before a kill, at most; a step takes about so many seconds.
+# At most this many steps pass between a resume and a kill; approximate seconds of a step and a
+# start.
 _STEPS, _STEP_S, _START_S = 3, 0.6, 8.0
 
 
 def kills_of_ranks(campaign: Campaign, number: int = len(LOCAL)) -> None:
-    """Chain of kills with checkpoints in the run folder."""
+    """Run a chain of kills with checkpoints in the run folder."""
     straight = campaign.straight(axes=FOUR, steps=KILLED_STEPS)
     settings = campaign.settings("checkpoint.keep_last=2", axes=FOUR, steps=KILLED_STEPS)
     run_dir = campaign.folder / "killed"
@@ -49,7 +50,7 @@ def kills_of_ranks(campaign: Campaign, number: int = len(LOCAL)) -> None:
 
 
 def kills_in_uploads(campaign: Campaign, proxy: FaultProxy, bucket: str) -> None:
-    """Chain of kills while a checkpoint goes up to S3, which answers late."""
+    """Run a chain of kills during checkpoint uploads to S3, which answers late."""
     straight = campaign.straight(axes=TWO, steps=3 * EVERY + len(UPLOADS) * EVERY)
     steps = 3 * EVERY + len(UPLOADS) * EVERY
     place = f"s3://{bucket}/killed_in_uploads"
@@ -61,13 +62,13 @@ def kills_in_uploads(campaign: Campaign, proxy: FaultProxy, bucket: str) -> None
 
 
 def partials(place: Path) -> Callable[[], str]:
-    """A function that says which folders of saves have been begun from now on; "" if none."""
+    """Return a function that lists the save folders begun since this call; "" if none."""
     begun = time.time()
 
     def saving() -> str:
         found = []
         for folder in place.glob("*.partial"):
-            with suppress(FileNotFoundError):  # complete by now
+            with suppress(FileNotFoundError):  # the save has completed meanwhile
                 found += [folder.name] if folder.stat().st_mtime > begun else []
         return ", ".join(sorted(found))
 
@@ -75,9 +76,9 @@ def partials(place: Path) -> Callable[[], str]:
 
 
 def uploads(proxy: FaultProxy, place: str) -> Callable[[], str]:
-    """A function that says which checkpoint has been going up to `place` from now on; "" if none.
+    """Return a function that names the checkpoint uploading to `place` since this call; "" if none.
 
-    What an earlier, torn upload sent does not count.
+    Objects of an earlier, torn upload do not count.
     """
     inside, begun = place.removeprefix("s3:/"), len(proxy.requests)
 
@@ -120,13 +121,13 @@ def _chain(
     begun = time.monotonic()
     last = Result(f"after {len(results)} kills", "", "ran to its end")
     campaign.go_on(run_dir, settings, straight, last)
-    for result in results:  # one run: what was wrong with one kill shows at the end at the latest
+    for result in results:  # an error after any kill shows in the final comparison at the latest
         result.equal = last.equal
     campaign.add(last, begun)
 
 
 def _phase_at(aim: str, training: Training, rank: psutil.Process) -> str:
-    """Where a rank stands; of the optimizer, as soon as it stands there."""
+    """Return the phase of a rank; for the aim "optimizer", wait until the rank is in that phase."""
 
     def found() -> str:
         phase = training.phase_of(rank)
@@ -138,14 +139,14 @@ def _phase_at(aim: str, training: Training, rank: psutil.Process) -> str:
 def _wait_for(
     aim: str, training: Training, draw: random.Random, base: int, saving: Callable[[], str]
 ) -> None:
-    """Wait for the moment to strike."""
+    """Wait for the moment of the kill."""
     if aim == "start":
         wait_until(lambda: len(training.ranks()) > 1, "the ranks")
         time.sleep(draw.uniform(0, _START_S))
     elif aim in ("step", "optimizer"):
         training.wait_for_step(base + draw.randint(1, _STEPS))
         time.sleep(draw.uniform(0, _STEP_S))
-    else:  # in the first save at once, or in the second
+    else:  # at once in the first save, or in the second
         training.wait_for_step(base + EVERY * draw.randint(1, 2) - 1)
         wait_until(lambda: saving() or training.process.poll() is not None, f"a {aim}")
         time.sleep(draw.uniform(0, 0.05 if aim == "save" else 0.3))

@@ -1,9 +1,9 @@
-"""Where in a step a rank stood, read from the stack that it left; see `site/sitecustomize.py`."""
+"""Maps a rank's stack dump to the phase of the step it was in; see `site/sitecustomize.py`."""
 
 import re
 
-# The innermost frame that one of these names decides; (end of the file's name, function).
-# An empty function stands for any.
+# The innermost frame with a known name determines the phase: (end of the file name, function,
+# phase). An empty function matches any.
 PHASES: tuple[tuple[str, str, str], ...] = (
     ("checkpoint/saver.py", "begin", "copying aside for a save"),
     ("checkpoint/saver.py", "finish", "waiting for a save's end"),
@@ -48,9 +48,9 @@ _FRAME = re.compile(r'  File "([^"]+)", line \d+ in (\S+)')
 
 
 def phase_of(dump: str) -> str:
-    """Where a thread stands, of its dump by faulthandler.
+    """Return the phase of a thread, given its dump by faulthandler.
 
-    Frames are looked at from the innermost one on; the first that is known decides.
+    The innermost known frame decides.
     """
     frames = _FRAME.findall(dump)
     for file, function in frames:

@@ -1,4 +1,4 @@
-"""A training as a person starts it, its processes, and what is left of them."""
+"""A training started as a user starts it, with its processes and their leftovers."""
 
 import os
 import signal
@@ -19,13 +19,13 @@ from tests.fault.campaign.phases import phase_of
 
 SITE = Path(__file__).parent / "site"
 STACKS = signal.SIGRTMIN + 3
-# Far from what a busy machine takes: a step of these runs takes half a second, a start ten.
+# Far above the needs of a busy machine: a step of these runs takes half a second, a start ten.
 PATIENCE_S = float(os.environ.get("CAMPAIGN_PATIENCE", "240"))
 _MARK = "CAMPAIGN_RUN"
 
 
 def wait_until(ready: Callable[[], Any], what: str, seconds: float = PATIENCE_S) -> Any:
-    """Wait until `ready` returns something true, and return that."""
+    """Wait until `ready` returns a true value, and return it."""
     end = time.monotonic() + seconds
     while not (found := ready()):
         if time.monotonic() > end:
@@ -35,14 +35,14 @@ def wait_until(ready: Callable[[], Any], what: str, seconds: float = PATIENCE_S)
 
 
 class Training:
-    """`kimi-pretrain train` as a process, whose descendants are known whatever they do.
+    """`kimi-pretrain train` as a process whose descendants can always be found.
 
     Args:
-        run_dir: of the run; its output goes beside it.
-        overrides: of the configuration `tiny_cpu`.
+        run_dir: run folder; the output file goes next to it.
+        overrides: overrides of the configuration `tiny_cpu`.
         options: more arguments, such as ("--resume", "latest").
-        environment: more variables.
-        cwd: where it is started; None: here.
+        environment: more environment variables.
+        cwd: working directory of the command; None for the current one.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Training:
         self.stacks = run_dir.parent / f"{run_dir.name}.stacks"
         self.stacks.mkdir(parents=True, exist_ok=True)
         self.output_file = run_dir.parent / f"{run_dir.name}.{self.mark[:6]}.out"
-        command = [  # -P: as the installed command, which does not look into the working folder
+        command = [  # -P: like the installed command, which does not import from the working folder
             sys.executable, "-P", "-m", "launch.cli", "train", "--config", "tiny_cpu",
             "--run-dir", str(run_dir), *options, *overrides,
         ]  # fmt: skip
@@ -79,20 +79,20 @@ class Training:
 
     @property
     def output(self) -> str:
-        """What it printed."""
+        """Output of the command."""
         return self.output_file.read_text()
 
     @property
     def error(self) -> str:
-        """The line that tells the user why it ended; "" without one."""
+        """The last error line of the command; "" without one."""
         lines = [line for line in self.output.splitlines() if line.startswith("error: ")]
         return lines[-1] if lines else ""
 
     @property
     def steps(self) -> int:
-        """Steps of the run, those before this start included; 0 until it has begun to train.
+        """Steps of the run, earlier starts included; 0 until this start has begun to train.
 
-        Before that metrics.jsonl still holds the steps that will be done again.
+        Before that, metrics.jsonl still holds steps that will be repeated.
         """
         status = self.run_dir / "status.json"
         if not status.is_file() or status.stat().st_mtime < self.begun:
@@ -101,7 +101,7 @@ class Training:
         return lines[-1]["step"] if lines else 0
 
     def family(self) -> list[psutil.Process]:
-        """Every living process that descends from this training, adopted ones too."""
+        """Return every living process that descends from this training, including orphans."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
@@ -111,17 +111,17 @@ class Training:
         return found
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """Rank -> process, of those that have begun."""
+        """Return rank -> process for the ranks that have started."""
         found = {}
         for process in self.family():
-            # torchrun has the same words among its arguments, but is no rank.
+            # torchrun has the same words among its arguments, but is not a rank.
             with suppress(psutil.Error, KeyError):
                 if "launch.local.worker" in process.cmdline():
                     found[int(process.environ()["RANK"])] = process
         return found
 
     def writers(self) -> list[psutil.Process]:
-        """The processes that write checkpoints in the background."""
+        """Return the processes that write checkpoints in the background."""
         found = []
         for process in self.family():
             with suppress(psutil.Error):
@@ -130,14 +130,14 @@ class Training:
         return found
 
     def torchrun(self) -> psutil.Process:
-        """The agent that started the ranks."""
+        """Return the agent that started the ranks."""
         found = [p for p in self.family() if "torch.distributed.run" in p.cmdline()]
         assert len(found) == 1, found
         return found[0]
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Stop all ranks meanwhile, so that the run does not end before something else begins."""
+        """Suspend all ranks meanwhile, so that the run cannot end first."""
         ranks = list(self.ranks().values())
         for process in ranks:
             process.suspend()
@@ -149,16 +149,16 @@ class Training:
                     process.resume()
 
     def wait_for_step(self, step: int) -> None:
-        """Wait until metrics.jsonl holds a step, or the training has ended."""
+        """Wait until metrics.jsonl holds a step; fail if the training ends before."""
         wait_until(lambda: self.steps >= step or self.process.poll() is not None, f"step {step}")
         assert self.steps >= step, f"ended before step {step}:\n{self.output[-4000:]}"
 
     def wait(self, seconds: float = PATIENCE_S) -> int:
-        """Wait for the command's end; its exit code."""
+        """Wait for the end of the command and return its exit code."""
         return self.process.wait(seconds)
 
     def phase_of(self, process: psutil.Process) -> str:
-        """Where a process stands at this moment. It must have loaded `sitecustomize`."""
+        """Return the current phase of a process, which must have loaded `sitecustomize`."""
         file = self.stacks / f"{process.pid}.txt"
         if not file.is_file():
             return "starting"
@@ -166,11 +166,11 @@ class Training:
         process.send_signal(STACKS)
         with suppress(AssertionError):
             wait_until(lambda: "most recent call first" in file.read_text(), "a stack", 5)
-        time.sleep(0.005)  # the outermost frame comes last
+        time.sleep(0.005)  # the outermost frame is written last
         return phase_of(file.read_text())
 
     def left_over(self, seconds: float = 60.0) -> list[str]:
-        """Processes that are still there some seconds after the end, as text."""
+        """Return the processes that still run some seconds after the end, as text."""
         end = time.monotonic() + seconds
         while (family := self.family()) and time.monotonic() < end:
             time.sleep(0.05)
@@ -181,7 +181,7 @@ class Training:
         return told
 
     def sweep(self) -> None:
-        """End whatever is left, by force."""
+        """Kill all remaining processes."""
         for process in self.family():
             with suppress(psutil.Error):
                 process.kill()

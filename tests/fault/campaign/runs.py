@@ -1,4 +1,4 @@
-"""The runs of the campaign: small trainings, what they are compared with, and what came of them."""
+"""Runs of the campaign: small trainings, their uninterrupted references, and the results."""
 
 import json
 import os
@@ -19,25 +19,25 @@ from tests.fault.campaign.processes import Training
 SEED = "train.seed=1"
 FOUR = (*layout(pp=2, dp=2, ep=2), SEED)
 TWO = (*layout(dp=2), SEED)
-# Also what was killed before its first save.
+# Also restarts a run that was killed before its first save.
 LATEST = ("--resume", "latest", "--or-start")
 KILLED_STEPS, STEPS, EVERY = 60, 8, 2
 
 
 @dataclass
 class Result:
-    """One fault and what came of it: a row of the table.
+    """One fault and its outcome; a row of the table.
 
     Attributes:
-        fault: what was done.
-        moment: where it hit.
-        happened: what the run did, or the text of its error.
-        noticed_s: seconds until the command had ended; None: it did not end by the fault.
-        again: steps that were done again; None: none could be lost.
-        equal: whether the run, gone on with, equals the uninterrupted one; None: it cannot go on,
-            and `happened` says what to do.
-        wrong: what should not have been; empty if all is well.
-        seconds: of the whole case.
+        fault: the injected fault.
+        moment: the moment of the fault.
+        happened: reaction of the run, or the text of its error.
+        noticed_s: seconds until the command had ended; None if the fault did not end it.
+        again: number of repeated steps; None if no steps could be lost.
+        equal: True if the resumed run equals the uninterrupted one; None if it cannot resume and
+            `happened` says what to do.
+        wrong: violations; empty if all is well.
+        seconds: duration of the whole case.
     """
 
     fault: str
@@ -51,16 +51,16 @@ class Result:
 
     @property
     def sound(self) -> bool:
-        """Whether it went as promised."""
+        """True if the case went as promised."""
         return not self.wrong and self.equal is not False
 
 
 class Campaign:
-    """A folder of runs with one corpus; remembers the uninterrupted runs and the results.
+    """A folder of runs over one corpus, with the uninterrupted runs and the results.
 
     Args:
-        folder: for everything; of its own.
-        seed: of all moments and choices.
+        folder: exclusive folder for all files.
+        seed: determines all moments and choices.
     """
 
     def __init__(self, folder: Path, seed: int = 0) -> None:
@@ -71,24 +71,24 @@ class Campaign:
         self._straight: dict[str, Path] = {}
 
     def build(self) -> None:
-        """Make the corpus."""
+        """Build the corpus."""
         if not self.data_root.is_dir():
             self.data_root.mkdir(parents=True)
             corpus.build(self.data_root)
 
     def draw(self, *name: object) -> random.Random:
-        """Chance for one purpose, the same in every campaign of this seed."""
+        """Return a generator for one purpose, the same in every campaign with this seed."""
         return random.Random(json.dumps([self.seed, *map(str, name)]))
 
     def settings(self, *more: str, axes: tuple[str, ...] = TWO, steps: int = STEPS) -> tuple:
-        """Overrides of a run of the campaign."""
+        """Return the overrides for a run of the campaign."""
         common = (f"data.root={self.data_root}", f"train.steps={steps}")
         return (*SMALL, *common, f"checkpoint.every={EVERY}", *axes, *more)
 
     def straight(
         self, *more: str, axes: tuple[str, ...] = TWO, steps: int = STEPS, name: str = ""
     ) -> Path:
-        """The folder of an uninterrupted run, done when it is first asked for."""
+        """Return the folder of an uninterrupted run, which runs on first request."""
         name = name or f"straight_{'two' if axes == TWO else 'four'}_{steps}"
         if name not in self._straight:
             run_dir = self.folder / name
@@ -100,13 +100,13 @@ class Campaign:
         return self._straight[name]
 
     def copy_of_straight(self, name: str) -> Path:
-        """A copy of the short uninterrupted run, to be damaged."""
+        """Return a copy of the short uninterrupted run, for a test to damage."""
         run_dir = self.folder / name
         shutil.copytree(self.straight(), run_dir)
         return run_dir
 
     def add(self, result: Result, begun: float) -> Result:
-        """Take a result down, and tell it."""
+        """Record a result and print it."""
         result.seconds = round(time.monotonic() - begun, 1)
         result.moment, result.happened = self._plain(result.moment), self._plain(result.happened)
         result.wrong = [self._plain(told) for told in result.wrong]
@@ -123,11 +123,11 @@ class Campaign:
         return result
 
     def _plain(self, text: str) -> str:
-        """Text without names of this machine: it goes into documents."""
+        """Return text without machine-specific names, because it goes into documents."""
         return text.replace(f"{self.folder}/", "").replace(socket.gethostname(), "HOST")
 
     def go_on(self, run_dir: Path, settings: tuple, straight: Path, result: Result, *options: str):
-        """Resume a run to its end, and note whether it equals the uninterrupted one."""
+        """Resume a run to its end and record whether it equals the uninterrupted one."""
         with Training(run_dir, settings, *LATEST, *options) as training:
             code = training.wait()
             if code:
@@ -142,7 +142,7 @@ class Campaign:
             result.wrong.append(found)
 
     def dump(self) -> dict:
-        """The results as JSON."""
+        """Return the results as JSON-serialisable values."""
         return {
             "seed": self.seed,
             "results": [asdict(result) for result in self.results],
@@ -151,7 +151,7 @@ class Campaign:
 
 
 def newest(place: str | os.PathLike) -> int:
-    """The step of the newest complete checkpoint; 0 without one."""
+    """Return the step of the newest complete checkpoint; 0 without one."""
     opened = open_place(place)
     with suppress(OSError):
         steps = opened.steps()
@@ -161,7 +161,7 @@ def newest(place: str | os.PathLike) -> int:
 
 
 def damage_of_newest(place: str | os.PathLike) -> list[str]:
-    """What is wrong with the newest complete checkpoint; empty where there is none."""
+    """Return the problems of the newest complete checkpoint; [] if there is none."""
     opened = open_place(place)
     steps = opened.steps()
     problems = opened.checkpoint(steps[-1]).verify() if steps else []
@@ -172,10 +172,10 @@ def damage_of_newest(place: str | os.PathLike) -> list[str]:
 def after_strike(
     training: Training, result: Result, straight: Path, place: str | os.PathLike, done: int
 ) -> None:
-    """Wait for the end of a run that was struck, and look at what it left.
+    """Wait for the end of a run hit by a fault, and check what it left.
 
     Args:
-        done: steps in its metrics when it was struck.
+        done: steps in its metrics when the fault hit.
     """
     struck = time.monotonic()
     code = training.wait()

@@ -1,4 +1,4 @@
-"""Faults of processes: signals, stops, dead writers, launchers and nodes, two runs in one place."""
+"""Process faults: signals, stops, dead writers, launchers and nodes, two runs in one folder."""
 
 import json
 import signal
@@ -13,7 +13,8 @@ from tests.fault.campaign.kills import partials
 from tests.fault.campaign.processes import Training, wait_until
 from tests.fault.campaign.runs import LATEST, Campaign, Result, after_strike
 
-Strike = Callable[[Training], str | None]  # does it; says where it hit; None: in the step under way
+# Injects a fault and returns its moment; None means the current step.
+Strike = Callable[[Training], str | None]
 
 
 def _at(training: Training) -> str:
@@ -23,7 +24,7 @@ def _at(training: Training) -> str:
 def _struck(
     campaign: Campaign, name: str, fault: str, strike: Strike, *more: str, at: int = 3
 ) -> None:
-    """One run, struck after step `at`, gone on with to its end."""
+    """Run once, inject the fault after step `at`, and resume to the end."""
     begun, run_dir = time.monotonic(), campaign.folder / name
     straight, settings = campaign.straight(), campaign.settings(*more)
     with Training(run_dir, settings) as training:
@@ -35,7 +36,7 @@ def _struck(
 
 
 def asked_to_stop(campaign: Campaign) -> None:
-    """SIGTERM to the command, SIGUSR1 to one rank: all stop after one step, saved."""
+    """Send SIGTERM to the command, or SIGUSR1 to a rank: all ranks save and stop after one step."""
     strikes: tuple[tuple[str, str, Strike], ...] = (
         ("term", "SIGTERM to the command", lambda t: t.process.terminate()),
         ("usr1", "SIGUSR1 to rank 1", lambda t: t.ranks()[1].send_signal(signal.SIGUSR1)),
@@ -53,7 +54,7 @@ def asked_to_stop(campaign: Campaign) -> None:
 
 
 def stopped_for_too_long(campaign: Campaign) -> None:
-    """SIGSTOP of a rank for longer than the timeout: the watchdog ends the run and names it."""
+    """Suspend a rank beyond the timeout: the watchdog ends the run and names the rank."""
 
     def stop(training: Training) -> str:
         rank = training.ranks()[1]
@@ -70,7 +71,7 @@ def stopped_for_too_long(campaign: Campaign) -> None:
 
 
 def dead_writer(campaign: Campaign) -> None:
-    """kill -9 of the process that writes checkpoints, while it writes."""
+    """Kill a checkpoint writer process during a save."""
 
     def kill(training: Training) -> str:
         saving = partials(training.run_dir / "checkpoints")
@@ -96,7 +97,7 @@ def dead_writer(campaign: Campaign) -> None:
 
 
 def dead_node(campaign: Campaign) -> None:
-    """kill -9 of everything at once: command, torchrun, ranks, writers."""
+    """Kill everything at once: command, torchrun, ranks, writers."""
 
     def kill(training: Training) -> None:
         for process in training.family():
@@ -107,7 +108,7 @@ def dead_node(campaign: Campaign) -> None:
 
 
 def dead_launchers(campaign: Campaign) -> None:
-    """kill -9 of torchrun, or of the command: the ranks may save, but not go on without them."""
+    """Kill torchrun, or the command: the ranks may save, but must not continue without it."""
     _orphaned(campaign, "no_torchrun", "kill -9 of torchrun alone", lambda t: t.torchrun().kill())
     command = "kill -9 of kimi-pretrain train alone"
     _orphaned(campaign, "no_command", command, lambda t: t.process.kill())
@@ -131,7 +132,7 @@ def _orphaned(campaign: Campaign, name: str, fault: str, strike: Strike) -> None
 
 
 def restarts(campaign: Campaign) -> None:
-    """--max-restarts: kill -9 of ranks, and nobody does anything."""
+    """Kill ranks under --max-restarts: the run recovers without intervention."""
     begun, run_dir = time.monotonic(), campaign.folder / "restarts"
     straight, settings = campaign.straight(), campaign.settings()
     result = Result("kill -9 of two ranks, --max-restarts 2", "steps", "")
@@ -154,7 +155,7 @@ def restarts(campaign: Campaign) -> None:
 
 
 def two_runs(campaign: Campaign) -> None:
-    """A second run in the folder of a running one, and one that points at another's checkpoints."""
+    """Start a second run in an active run's folder, and one with another run's checkpoint place."""
     run_dir, place = campaign.folder / "held", campaign.folder / "shared_place"
     straight = campaign.straight()
     settings = campaign.settings(f"checkpoint.place={place}")

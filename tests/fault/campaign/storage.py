@@ -1,4 +1,4 @@
-"""Faults of what checkpoints lie on: damaged and torn files, full disks, absent servers."""
+"""Faults of checkpoint storage: damaged and torn files, full disks, absent servers."""
 
 import json
 import os
@@ -38,7 +38,8 @@ def _cut_manifest(folder: Path) -> None:
     file.write_text(file.read_text()[: file.stat().st_size // 2])
 
 
-# What a misspelt endpoint answers from the first request on: that is a user's, and told at once.
+# A misspelt endpoint gives these answers from the first request on. They count as a user error and
+# are reported at once.
 _OF_WRONG_ENDPOINTS = ("forbidden", "nothing", "redirect", "moved")
 
 DAMAGES: tuple[tuple[str, str, Callable[[Path], object]], ...] = (
@@ -50,7 +51,7 @@ DAMAGES: tuple[tuple[str, str, Callable[[Path], object]], ...] = (
 
 
 def damaged(campaign: Campaign) -> None:
-    """The newest checkpoint is damaged: refused by name; gone round where that is allowed."""
+    """Damage the newest checkpoint: it is refused by name, or skipped where fallback is allowed."""
     for name, fault, damage in DAMAGES:
         begun = time.monotonic()
         run_dir = campaign.copy_of_straight(name)
@@ -78,7 +79,7 @@ def damaged(campaign: Campaign) -> None:
 
 
 def lost(campaign: Campaign) -> None:
-    """The newest checkpoint is gone altogether: nothing tells of it, the one before is taken."""
+    """Delete the newest checkpoint: the run cannot know of it and resumes from the previous one."""
     begun = time.monotonic()
     run_dir = campaign.copy_of_straight("lost")
     (run_dir / "state_hashes.json").unlink()
@@ -90,13 +91,13 @@ def lost(campaign: Campaign) -> None:
 
 
 def torn(campaign: Campaign) -> None:
-    """Saves that were cut off, newer than every checkpoint: never taken."""
+    """Leave torn saves that are newer than every checkpoint: they are never loaded."""
     begun = time.monotonic()
     run_dir = campaign.copy_of_straight("torn")
     (run_dir / "state_hashes.json").unlink()
     place = run_dir / "checkpoints"
     last = place / f"step_{STEPS:08d}"
-    last.rename(place / f"step_{STEPS:08d}.partial")  # whole, but for its name
+    last.rename(place / f"step_{STEPS:08d}.partial")  # complete except for its name
     without = place / f"step_{STEPS - 1:08d}"
     shutil.copytree(place / f"step_{STEPS - EVERY:08d}", without)
     (without / "manifest.json").unlink()
@@ -107,7 +108,7 @@ def torn(campaign: Campaign) -> None:
 
 
 def disk_full(campaign: Campaign) -> None:
-    """No room for the second checkpoint, and for those after it."""
+    """Fill the disk, so that the second checkpoint and all later ones fail."""
     name, place = "disk_full", campaign.folder / "small_disk"
     place.mkdir()
     sizes = (campaign.straight() / "checkpoints" / f"step_{STEPS:08d}").iterdir()
@@ -142,7 +143,7 @@ def _fill_up(campaign: Campaign, name: str, place: Path) -> None:
 
 
 def server_away(campaign: Campaign, proxy: FaultProxy, bucket: str) -> None:
-    """S3 does not answer in a save: for some seconds, and for good."""
+    """Make S3 unavailable during a save, for some seconds and permanently."""
     _away(campaign, proxy, f"s3://{bucket}/s3_short", "S3 away for 10 s in a save", 10.0)
     _away(campaign, proxy, f"s3://{bucket}/s3_gone", "S3 away in every save", None)
 
@@ -164,7 +165,7 @@ def _away(
     proxy.faults = []
     result.again = done - newest(place)
     if seconds is not None:
-        result.noticed_s = None  # it ran to its end
+        result.noticed_s = None  # the run continued to its end
     elif training.process.returncode != NO_PROGRESS:
         result.wrong.append(f"expected exit {NO_PROGRESS}, not {training.process.returncode}")
     campaign.go_on(run_dir, settings, straight, result)
@@ -172,7 +173,7 @@ def _away(
 
 
 def server_slow(campaign: Campaign, proxy: FaultProxy, bucket: str) -> None:
-    """S3 answers late, and three requests of ten with 503."""
+    """Make S3 answer late, and three of ten requests with 503."""
     begun, run_dir = time.monotonic(), campaign.folder / "s3_slow"
     straight, place = campaign.straight(), f"s3://{bucket}/s3_slow"
     settings = campaign.settings(f"checkpoint.place={place}")
@@ -191,7 +192,7 @@ def server_slow(campaign: Campaign, proxy: FaultProxy, bucket: str) -> None:
 
 
 def server_odd(campaign: Campaign, proxy: FaultProxy, bucket: str) -> None:
-    """A part of all answers is none of S3: pages, redirects, nothing, a clock that is wrong."""
+    """Replace some answers by non-S3 ones: pages, redirects, empty answers, a wrong clock."""
     begun, run_dir = time.monotonic(), campaign.folder / "s3_odd"
     straight, place = campaign.straight(), f"s3://{bucket}/s3_odd"
     settings = campaign.settings(f"checkpoint.place={place}")
@@ -199,7 +200,7 @@ def server_odd(campaign: Campaign, proxy: FaultProxy, bucket: str) -> None:
     result = Result("S3 answers wrong in form, 3 of 10", "all saves and the resume", "")
     asked = len(proxy.requests)
     with Training(run_dir, settings) as training:
-        # The first answer shows an S3 server; from another one odd answers end the start at once.
+        # The first answer proves an S3 server; otherwise odd answers would end the start at once.
         wait_until(lambda: len(proxy.requests) > asked + 1, "a first request")
         proxy.faults = odd
         training.wait()
@@ -217,7 +218,7 @@ def server_odd(campaign: Campaign, proxy: FaultProxy, bucket: str) -> None:
 
 
 def numbers_gone_bad(campaign: Campaign) -> None:
-    """A learning rate that makes every number infinite: steps are skipped, then the run stops."""
+    """Use a learning rate that makes all numbers infinite: steps are skipped, then the run ends."""
     begun, run_dir = time.monotonic(), campaign.folder / "nonfinite"
     bad = ("optim.lr=1e30", "optim.min_lr=1e29", "guard.skips_in_row=3")
     result = Result("losses and gradients that are not finite", "from step 2 on", "")
@@ -235,9 +236,9 @@ def numbers_gone_bad(campaign: Campaign) -> None:
 
 
 def spikes(campaign: Campaign) -> None:
-    """Spikes are skipped; killed between them, the run decides as if it had not been."""
+    """Skip loss spikes; after a kill between them, the run makes the same decisions."""
     begun = time.monotonic()
-    # Hardly any learning: losses go up and down with the data alone.
+    # The learning rate is almost zero, so that losses vary only with the data.
     rule = ("guard.spike=skip", "guard.spike_ratio=1.0001", "guard.spike_window=2")
     rule = (*rule, "optim.lr=1e-9", "optim.min_lr=1e-10")
     straight = campaign.straight(*rule, name="straight_spikes")

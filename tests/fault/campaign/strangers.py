@@ -1,4 +1,4 @@
-"""Strangers near a run: manifests that claim others' objects, clients that hold connections."""
+"""Hostile parties: manifests that claim foreign objects, clients that hold connections."""
 
 import io
 import json
@@ -58,7 +58,7 @@ _MOST_MEMORY = 1_500 << 20
 
 
 def hostile_manifests(campaign: Campaign) -> None:
-    """Every hash of them is right; all commands that remove or copy are given while a run reads."""
+    """Run all removing and copying commands on hostile manifests with valid hashes during a run."""
     begun, run_dir, root = (
         time.monotonic(),
         campaign.folder / "hostile",
@@ -95,7 +95,7 @@ def hostile_manifests(campaign: Campaign) -> None:
 
 
 def held_connections(campaign: Campaign) -> None:
-    """Half-sent requests and large pictures at the page of a corpus and a run, while it trains."""
+    """Load the web page of a training run with partial requests and large pictures."""
     begun, run_dir, root = time.monotonic(), campaign.folder / "visited", campaign.folder / "served"
     straight = campaign.straight()
     shutil.copytree(campaign.data_root, root)
@@ -142,7 +142,7 @@ def held_connections(campaign: Campaign) -> None:
 
 
 def _refused(store: FolderStore, folder: Path, claim: str, result: Result) -> int:
-    """Give all commands on a root; return how many refused it and changed nothing."""
+    """Run all commands on a root; return how many refused it and changed nothing."""
     before, target = _objects(store), folder / "target"
     commands = (
         ("redact", store.uri, "--source", _EVIL, "--key", "w0000", "--yes"),
@@ -163,7 +163,7 @@ def _refused(store: FolderStore, folder: Path, claim: str, result: Result) -> in
 
 
 def _collect_shards_of_others(store: FolderStore, folder: Path, result: Result) -> None:
-    """Archive and collect a source of right form, whose shards are those of the run."""
+    """Archive and collect a well-formed source whose shards belong to the run."""
     pictures = read_manifest(store, "pictures")["shards"]
     _put(store, shards=pictures[: len(read_manifest(store, _EVIL)["shards"])])
     _registered(folder / "claimed.sqlite", store, _EVIL)
@@ -183,7 +183,7 @@ def _collect_shards_of_others(store: FolderStore, folder: Path, result: Result) 
 
 
 def _registered(file: Path, store: FolderStore, *names: str) -> None:
-    """Register sources in a catalogue, which is made with the first."""
+    """Register sources in a catalogue, which the first call creates."""
     catalog = Catalog(str(file))
     for name in names:
         register(catalog, look(store, None, name))
@@ -201,7 +201,7 @@ def _objects(store: FolderStore) -> dict[str, str]:
 
 
 def _put(store: FolderStore, /, **changes: Any) -> None:
-    """Change the manifest as one who knows all rules; its hash of the content is right again."""
+    """Change the manifest as an expert attacker would, with a correct content hash."""
     manifest = read_manifest(store, _EVIL) | changes
     try:
         index = index_of(
@@ -209,7 +209,7 @@ def _put(store: FolderStore, /, **changes: Any) -> None:
         )
         manifest["content_hash"] = index.content_hash
     except (KeyError, TypeError, ValueError):
-        pass  # such a manifest has none
+        pass  # such a manifest has no content hash
     store.put(manifest_key(_EVIL), json.dumps(manifest).encode())
 
 
@@ -219,7 +219,7 @@ def _shard(store: FolderStore, key: str) -> dict[str, object]:
 
 
 def _redacted(store: FolderStore, *pairs: tuple[str, str]) -> None:
-    """Call objects replaced by others, as if a redaction had left them to be removed."""
+    """Declare objects replaced, as if a redaction had left them for removal."""
     replaced = [
         {**{k: v for k, v in _shard(store, key).items() if k != "samples"}, "by": by}
         for key, by in pairs
@@ -256,7 +256,7 @@ _CLAIMS: dict[str, Callable[[FolderStore], None]] = {
 
 
 def _large(number: int) -> CrudeSample:
-    """A picture of nearly 40 megapixels in a few kilobytes."""
+    """Return a picture of nearly 40 megapixels in a few kilobytes."""
     out = io.BytesIO()
     Image.new("1", (_SIDE, _SIDE), number % 2).save(out, "PNG")
     return CrudeSample(f"large-{number:02d}", [ImageSegment(out.getvalue(), "png")])
@@ -264,7 +264,7 @@ def _large(number: int) -> CrudeSample:
 
 @contextmanager
 def _served(root: Path, run_dir: Path, file: Path) -> Iterator[tuple[psutil.Process, str]]:
-    """`kimi-pretrain data serve`, and the address that it prints."""
+    """Run `kimi-pretrain data serve`; yield the process and the address it prints."""
     command = [
         sys.executable, "-P", "-m", "launch.cli", "data", "serve", str(root), "--source", "all",
         "--runs", str(run_dir), "--facts", str(file.with_suffix(".facts")),
@@ -288,7 +288,7 @@ def _served(root: Path, run_dir: Path, file: Path) -> Iterator[tuple[psutil.Proc
 
 
 def _signed_in(address: str) -> OpenerDirector:
-    """A client with a session, as the page that was opened at the printed address makes one."""
+    """Return a client with a session, as the login page creates it from the printed address."""
     place, _, token = address.partition("/login#token=")
     person = build_opener(HTTPCookieProcessor(CookieJar()))
     form = urlencode({"token": token}).encode()
@@ -297,7 +297,7 @@ def _signed_in(address: str) -> OpenerDirector:
 
 
 def _patient(person: OpenerDirector, path: str) -> HTTPResponse:
-    """Ask again as long as the server says when: it decodes only a few pictures at a time."""
+    """Retry while the server asks for it, because it decodes only a few pictures at a time."""
     end = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -309,6 +309,6 @@ def _patient(person: OpenerDirector, path: str) -> HTTPResponse:
 
 
 def _peak(process: psutil.Process) -> int:
-    """The most memory that a process had, bytes."""
+    """Return the peak memory of a process in bytes."""
     status = Path(f"/proc/{process.pid}/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) << 10

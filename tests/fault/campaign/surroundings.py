@@ -1,4 +1,4 @@
-"""Faults of what a run stands on: clocks that jump, disks that fail, data that is redacted."""
+"""Faults in the environment of a run: clock jumps, disk errors, redacted data."""
 
 import shutil
 import time
@@ -18,7 +18,7 @@ _DAY = 86400
 
 
 def clock_jumps(campaign: Campaign) -> None:
-    """The wall clock of all processes jumps by days, ahead and back, between steps."""
+    """Make the wall clock of all processes jump by days, forward and back, between steps."""
     begun, run_dir, file = time.monotonic(), campaign.folder / "clock", campaign.folder / "jump"
     straight, settings = campaign.straight(), campaign.settings()
     result = Result("the clock jumps, 400 days ahead and 3 back", "", "")
@@ -46,7 +46,7 @@ def clock_jumps(campaign: Campaign) -> None:
 
 
 def disk_errors(campaign: Campaign) -> None:
-    """Reads of the corpus fail with EIO, for a while and for good; then those of status.json."""
+    """Fail corpus reads with EIO, for a while and permanently; then fail reads of status.json."""
     straight = campaign.straight()
     for name, fault, seconds in (
         ("eio_short", "EIO on reads of the corpus for 10 s", 10.0),
@@ -107,7 +107,7 @@ def _unread_status(campaign: Campaign, straight: Path) -> None:
 
 
 def redacted(campaign: Campaign) -> None:
-    """A third of the samples are redacted under a run; it goes on without them."""
+    """Redact a third of the samples during a run; the run continues without them."""
     begun, run_dir, root = (
         time.monotonic(),
         campaign.folder / "redacted",
@@ -146,7 +146,7 @@ def redacted(campaign: Campaign) -> None:
 
 @contextmanager
 def _failing(file: Path, prefix: Path) -> Iterator[None]:
-    """Have reads of what begins with a path fail meanwhile (`site/sitecustomize.py`)."""
+    """Make reads of paths with a prefix fail meanwhile (`site/sitecustomize.py`)."""
     file.symlink_to(prefix)
     try:
         yield
@@ -155,7 +155,7 @@ def _failing(file: Path, prefix: Path) -> Iterator[None]:
 
 
 def _point(file: Path, target: str) -> None:
-    """Have a link say something else, at once."""
+    """Change the target of a link atomically."""
     new = file.with_suffix(".new")
     new.symlink_to(target)
     new.replace(file)

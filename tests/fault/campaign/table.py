@@ -1,4 +1,4 @@
-"""The campaign's results as a table in docs/RELIABILITY.md, between two markers."""
+"""Writes the campaign's results as a table into docs/RELIABILITY.md, between two markers."""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _HEAD = (
 
 
 def render(found: Mapping[str, Any]) -> str:
-    """The text between the markers."""
+    """Return the text between the markers."""
     results, about = found["results"], found["about"]
     sound = sum(not row["wrong"] and row["equal"] is not False for row in results)
     lines = [
@@ -45,12 +45,12 @@ def _row(row: Mapping[str, Any]) -> str:
 
 
 def _plain(text: str) -> str:
-    """One line that a table can hold; `<` begins no tag."""
+    """Return the text as one line that a table cell can hold, with `<` escaped."""
     return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())
 
 
 def write(found: Mapping[str, Any], document: Path = DOCUMENT, file: Path = JSON_FILE) -> None:
-    """Put the results into the document and beside it.
+    """Write the results into the document, and as JSON next to it.
 
     Raises:
         ValueError: the document does not have the two markers.

@@ -1,9 +1,9 @@
-"""Lets the campaign see where a process stands at the moment it is killed.
+"""Lets the campaign see the phase of a process at the moment it is killed.
 
-On the signal below a process writes the stack of its main thread to a file, in C and at once,
-whatever it is doing. (Of all threads it must not be: they go on meanwhile, and a stack that changes
-while it is read has crashed processes.) The campaign puts this folder first on PYTHONPATH; the
-program under test knows nothing of it.
+On the signal below, a process writes the stack of its main thread to a file, immediately and in C.
+It must not dump all threads: the other threads keep running, and reading a changing stack has
+crashed processes. The campaign puts this folder first on PYTHONPATH; the program under test is
+unaware of it.
 """
 
 import faulthandler
@@ -16,8 +16,8 @@ if folder := os.environ.get("CAMPAIGN_STACKS"):
         stacks = open(os.path.join(folder, f"{os.getpid()}.txt"), "w")  # noqa: SIM115
         faulthandler.register(signal.SIGRTMIN + 3, file=stacks, all_threads=False)
 
-# Two faults that nobody can cause from outside without rights: what a link points to says which.
-# To read a link opens no file.
+# Two faults cannot be caused from outside without privileges. The target of a symbolic link
+# controls each of them, because reading a link opens no file.
 
 if clock := os.environ.get("CAMPAIGN_CLOCK"):
     import time
