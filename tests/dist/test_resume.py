@@ -74,6 +74,17 @@ def straight(data_root, tmp_path_factory):
     assert re.search(r"^step 1/6  loss [\d.]+  [\d,]+ tokens/s  ETA \d", done.stdout, re.MULTILINE)
     assert re.search(r"^step 6/6 .* ETA 0:00:00$", done.stdout, re.MULTILINE)
     assert re.search(r"^held out at step 4: loss \d\.\d+ \(pict", done.stdout, re.MULTILINE)
+    log = (folder / "logs" / "rank_0.log").read_text()
+    found = re.search(
+        r"held out: (\d+) samples .*: \{'pictures_heldout': (\d+), 'words_heldout': (\d+)", log
+    )
+    assert found, log
+    total, pictures, texts = map(int, found.groups())
+    assert (total, pictures) == (pictures + texts, 8)
+    assert texts in range(3, 8)
+    for line in read_metrics(folder):
+        times = {name: value for name, value in line.items() if "seconds" in name}
+        assert all(0 <= one < 600 for one in times.values() if isinstance(one, float)), times
     # Drawn at the end of the run.
     for name in ("loss", "losses", "dep_balance", "muonclip", "timeline"):
         assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
