@@ -1,6 +1,7 @@
-"""What pyproject.toml cannot say: packages are found, and configs/ becomes one of them.
+"""Package discovery and package data, which pyproject.toml cannot express.
 
-All other facts are there. configs/ stays at the top level of the checkout and travels in the wheel.
+All other packaging facts are in pyproject.toml. configs/ stays at the top level of the checkout and
+is installed as the package `kimi_pretrain.configs`.
 """
 
 from setuptools import find_packages, setup

@@ -1,9 +1,10 @@
-"""How well the vision plan balances a global batch, and how long it takes.
+"""Measures how well the vision planner balances a global batch, and how long planning takes.
 
-Quality: the slowest rank against max(mean, largest item), for longest processing time and for
-`place`, with and without splits, at several loads; beside it what no assignment can beat (where
-that is above 1.02, nobody is within 2%). Then how far tokens travel. Speed: 20,000 items on 4,096
-ranks, splits, balance and nearness together. Writes a result file with versions and date.
+Quality is the load of the slowest rank over max(mean, largest item), for longest processing time
+and for `place`, with and without splits, at several loads. A certified lower bound is reported next
+to it: where the bound is above 1.02, no assignment is within 2%. The benchmark also reports how far
+tokens travel. Speed is the time for 20,000 items on 4,096 ranks, including splits, balance and
+locality. Writes a result file with versions and date.
 
     python benchmarks/bench_assign.py
     python benchmarks/bench_assign.py --ranks 8 64 --repeats 3      # a short form
@@ -42,21 +43,24 @@ from moonvit3d.config import MoonViTConfig  # noqa: E402
 
 COSTS = CostModel.from_flops(MoonViTConfig(), 3e14)
 EFFICIENCY, NODE, STAGES = 0.85, 8, 16
-ROWS = (1, 2, 4, 8, 16, 20, 24, 32, 128)  # of 4,096 tokens, per rank
-VISION = 0.1  # of their tokens
+ROWS = (1, 2, 4, 8, 16, 20, 24, 32, 128)  # rows of 4,096 tokens per rank
+VISION = 0.1  # vision share of the tokens
 MOST_ITEMS = 60_000
 UNCAPPED = 10**9  # tokens
 
 
 def layout(num_ranks: int) -> tuple[Places, np.ndarray]:
-    """Ranks of pipelines whose stages lie on different nodes, and the first-stage ranks."""
+    """Return ranks of pipelines whose stages are on different nodes, and the first-stage ranks."""
     replicas = max(1, num_ranks // STAGES)
     rank = np.arange(num_ranks)
     return Places(rank % replicas, rank // NODE), np.arange(replicas)
 
 
 def step(num_ranks: int, items: int, seed: int, largest: int | None = None) -> tuple[Any, ...]:
-    """Tokens, costs and homes of a step, rows in order of the replicas that own them."""
+    """Return the ranks of a layout, and the token counts, costs and home ranks of a step's items.
+
+    Items are sorted by home rank.
+    """
     places, first = layout(num_ranks)
     tokens = heavy_tailed_tokens(items, seed, *([] if largest is None else [largest]))
     home = np.sort(
@@ -101,7 +105,7 @@ def quality(num_ranks: int, rows: float, seed: int) -> dict[str, Any]:
 
 
 def shares(placement: Placement, case: tuple[Any, ...]) -> dict[str, float]:
-    """Parts of all tokens by how far they travel, and those encoded in the replica in need."""
+    """Return the shares of tokens by distance, and the share encoded in the item's home replica."""
     places, tokens, _, home = case
     item, _, rank = placement.members()
     near = places.replica[rank] == places.replica[home[item]]
@@ -115,7 +119,7 @@ def shares(placement: Placement, case: tuple[Any, ...]) -> dict[str, float]:
 
 
 def speed(items: int, num_ranks: int, repeats: int) -> list[dict[str, Any]]:
-    """Best of several, in wall time and in time of this process: other jobs disturb the first."""
+    """Return the best wall time and CPU time of several runs; other jobs disturb CPU time less."""
     rows = []
     for name, largest in (("mix", None), ("mix, pages uncapped", UNCAPPED)):
         case = step(num_ranks, items, 1, largest)

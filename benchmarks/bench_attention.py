@@ -1,12 +1,12 @@
-"""Attention over packed documents in three forms: time, memory and error, at Kimi K2's widths.
+"""Compares three forms of attention over packed documents in time, memory and error.
 
-`flex` is torch's FlexAttention (`train.attention: flex`), `portable` goes block by block, `torch`
-is torch's scaled_dot_product_attention, a call a document, values padded to the width of queries.
-The last gives no maxima, so QK-Clip cannot use it: it tells what the maxima and the mask cost. On
-CUDA it is held to torch's fused kernels, whichever takes these widths.
+Widths are those of Kimi K2. `flex` is torch's FlexAttention (`train.attention: flex`). `portable`
+works block by block. `torch` is torch's scaled_dot_product_attention, called once per document,
+with values padded to the width of the queries. It returns no maxima, so QK-Clip cannot use it; it
+shows the cost of the maxima and the mask. On CUDA it is restricted to torch's fused kernels.
 
-Errors are those against one matrix of logits in fp64 from the same inputs. Without CUDA `flex` is
-the operator below torch's function, which holds whole matrices: its time there means nothing.
+Errors are relative to one matrix of logits in fp64 from the same inputs. Without CUDA `flex` is the
+operator below torch's function, which holds whole matrices, so its time there means nothing.
 
     python -m benchmarks.bench_attention                 # writes attention_cpu.*; minutes
     python -m benchmarks.bench_attention --device cuda   # attention_cuda.*
@@ -34,7 +34,7 @@ from kimi_pretrain.attention.flex import block_mask, eager_kernel, flex_attentio
 from kimi_pretrain.attention.spans import KeySpans
 
 FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-HEADS, QK, V = 64, 192, 128  # Kimi K2's
+HEADS, QK, V = 64, 192, 128  # sizes of Kimi K2
 ROWS = {
     "one document of 4,096": [4096],
     "16 documents in 4,096": [1450, 800, 520, 380, 260, 180, 130, 100, 80, 60, 45, 35, 25, 16, 9,
@@ -42,25 +42,26 @@ ROWS = {
     "one document of 32,768": [32768],
 }  # fmt: skip
 SMALL = {"one document": [96], "three documents": [40, 50, 6]}
-WORST = {"bfloat16": 2**-6, "float32": 1e-4}  # relative errors; bf16 has steps of 2**-8
-CHECKED = [300, 180, 32]  # documents of the row whose errors are taken
-BACKWARD = 2.5  # operations of a backward pass over those of a forward: logits once more
+WORST = {"bfloat16": 2**-6, "float32": 1e-4}  # relative errors; bf16 has a spacing of 2**-8
+CHECKED = [300, 180, 32]  # document lengths of the row that is checked for errors
+BACKWARD = 2.5  # operations of backward over forward; includes the recomputed logits
 
 Found = Mapping[str, Any]
 Form = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
-"""q [tokens, heads, qk], k, v [tokens, heads, v] -> output [tokens, heads, v], maxima."""
+"""Maps q, k [tokens, heads, qk] and v [tokens, heads, v] to output [tokens, heads, v] and maxima.
+"""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured.
+    """Sizes and repeats.
 
     Attributes:
-        rows: name -> lengths of the documents of a row.
-        heads, qk, v: sizes.
-        dtype: of the inputs.
+        rows: document lengths of each row, by name.
+        heads, qk, v: sizes of the attention.
+        dtype: dtype of the inputs.
         repeats: timed calls of each form and pass.
-        peak: size of the square product whose speed is called the peak.
+        peak: side of the square product whose speed counts as the matmul peak.
     """
 
     rows: Mapping[str, Sequence[int]]
@@ -97,7 +98,7 @@ def main() -> None:
 
 
 def plan_of(device: str, quick: bool) -> Plan:
-    """Return what is measured on a device."""
+    """Return the plan for a device."""
     if quick:
         return Plan(SMALL, 2, 24, 16, torch.float32, 1, 256)
     if device == "cuda":
@@ -110,7 +111,7 @@ def plan_of(device: str, quick: bool) -> Plan:
 
 
 def form_of(name: str, lengths: Sequence[int], scale: float, device: torch.device) -> Form:
-    """Return a form for documents of these lengths, with all that a microbatch makes once."""
+    """Return a form for these document lengths, with everything that a microbatch prepares once."""
     spans = spans_of(lengths)
     if name == "flex":
         mask, kernel = block_mask(spans, device), None if device.type == "cuda" else eager_kernel
@@ -124,7 +125,7 @@ def form_of(name: str, lengths: Sequence[int], scale: float, device: torch.devic
 
 
 def spans_of(lengths: Sequence[int]) -> KeySpans:
-    """Return what each token of a row of documents sees."""
+    """Return the keys that each token of a row of documents attends to."""
     return KeySpans.of([0, *accumulate(lengths)], [True] * len(lengths))
 
 
@@ -139,7 +140,7 @@ def _by_torch(
 
 
 def inputs(plan: Plan, tokens: int, device: torch.device) -> list[Tensor]:
-    """Return random q, k, v, and the gradient of an output, [tokens, heads, width]."""
+    """Return random q, k and v, and a random gradient of the output, [tokens, heads, width]."""
     draw = torch.Generator(device).manual_seed(0)
     return [
         torch.randn(tokens, plan.heads, width, generator=draw, device=device).to(plan.dtype)
@@ -158,7 +159,7 @@ def backward(form: Form, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[
 
 
 def errors(plan: Plan, device: torch.device) -> dict[str, dict[str, float | None]]:
-    """Return, of each form, the relative error (Frobenius) of output, gradients and maxima."""
+    """Return the relative error (Frobenius) of output, gradients and maxima for each form."""
     scale = plan.qk**-0.5
     given = inputs(plan, sum(CHECKED), device)
     whole = form_of("whole", CHECKED, scale, device)
@@ -178,7 +179,7 @@ def _distance(got: Tensor | None, wanted: Tensor | None) -> float | None:
 
 
 def measure(name: str, lengths: Sequence[int], plan: Plan, device: torch.device) -> dict[str, Any]:
-    """Return seconds, the highest sum of allocations, and operations that are needed."""
+    """Return the seconds, the peak of allocated bytes and the necessary operations."""
     q, k, v, grad = inputs(plan, sum(lengths), device)
     form = form_of(name, lengths, plan.qk**-0.5, device)
 
@@ -200,11 +201,11 @@ def measure(name: str, lengths: Sequence[int], plan: Plan, device: torch.device)
 
 
 def targets(found: Found) -> list[dict[str, Any]]:
-    """Return the bound on the errors of each form, with what was found."""
+    """Return the error bound of each form with the measured error."""
     bound = WORST[found["sizes"]["dtype"]]
     rows = []
     for name, each in found["errors"].items():
-        worst = max(value for value in each.values() if value is not None)  # NaN is not below
+        worst = max(value for value in each.values() if value is not None)  # a NaN fails below
         met = all(value < bound for value in each.values() if value is not None)
         what = f"{name}: error at most {bound:.1e}"
         rows.append({"target": what, "found": f"{worst:.1e}", "met": met})
@@ -215,7 +216,7 @@ def targets(found: Found) -> list[dict[str, Any]]:
 
 
 def page(found: Found) -> str:
-    """Return the results as a page to read."""
+    """Return the results as a Markdown page."""
     sizes, rate = found["sizes"], found["matmul_flops_per_second"]
     lines = where.heading("Attention over packed documents", found)
     lines += [

@@ -1,11 +1,11 @@
-"""Vision work in the pipeline's bubbles against DEP: emulated devices, then real arithmetic.
+"""Compares vision work inside pipeline bubbles with plain DEP, on emulated devices and real cores.
 
-Emulated: two or four processes run the real schedule, plan and messages; passes and vision work
-take as long as sleeps say, whatever the processor does (`benchmarks/bubbles/emulate.py`). Text
-only, DEP, and work in bubbles run in turns on the same rows: with activations kept, with costs
-believed half, and with such costs while the slots follow what is measured. Then two pinned
-processes of real arithmetic, whose cores no bubble frees for anybody else. A run takes half an
-hour and wants a quiet machine.
+Emulated: two or four processes run the real schedule, plan and messages, but passes and vision work
+are sleeps of fixed length, independent of the processor (`benchmarks/bubbles/emulate.py`). Text
+only, DEP and work in bubbles run in turns on the same rows. Work in bubbles also runs with
+activations kept, with all cost estimates halved, and with halved estimates while the slots adapt to
+measured times. Real: two processes run real arithmetic, each pinned to a core, so that a bubble
+frees no core for the other process. A run takes half an hour and needs a quiet machine.
 
     python benchmarks/bench_bubbles.py             # the committed results
     python benchmarks/bench_bubbles.py --quick     # a minute; figures not to quote
@@ -37,7 +37,7 @@ from kimi_pretrain.config import load_config
 CONFIG = launch.ROOT / "benchmarks" / "dep" / "config.yaml"
 RESULT = RESULTS / "bubbles_cpu.json"
 
-# As little arithmetic as can be: sleeps take its place.
+# As little arithmetic as possible, because sleeps replace it.
 SMALL = (
     "model.vision.width=32", "model.vision.depth=2", "model.vision.mlp_width=32",
     "model.vision.out_width=32", "model.vision.heads=2", "model.language.num_layers=4",
@@ -47,21 +47,21 @@ SMALL = (
     "model.language.qk_nope_dim=12", "model.language.qk_rope_dim=4", "model.language.v_dim=12",
     "train.rows_per_microbatch=4", "data.limits={image: 256, frame: 64}",
 )  # fmt: skip
-EIGHT = ("data.rows_per_step=32",)  # microbatches
+EIGHT = ("data.rows_per_step=32",)  # microbatches of `SMALL`
 IN_BUBBLES = ("dep.bubbles=all", "data.order_rows=light_ends", "data.prefetch_steps=0")
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is compared in one job.
+    """One job and the variants that it compares.
 
     Attributes:
-        title: in words.
-        settings: of the config, layout and rows.
-        processes: of the layout.
-        device: that is emulated; None: real arithmetic, each process pinned to a core.
-        variants: of `benchmarks.bubbles.job`.
-        rounds: that count, after `warm_up`.
+        title: description in words.
+        settings: config overrides: layout and rows.
+        processes: number of processes in the layout.
+        device: emulated device; None means real arithmetic, with each process pinned to a core.
+        variants: names from `benchmarks.bubbles.job`.
+        rounds: rounds that count, after `warm_up`.
     """
 
     title: str
@@ -132,7 +132,7 @@ def main() -> None:
 
 
 def measure(case: Case, work: Path) -> dict[str, Any]:
-    """Run one case; returns its figures."""
+    """Run one case and return its figures."""
     print(case.title, flush=True)
     root = work / "mix"
     root.mkdir(parents=True)
@@ -150,7 +150,7 @@ def measure(case: Case, work: Path) -> dict[str, Any]:
 
 
 def summary(case: Case, rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return of each variant its efficiency, and what its bubbles held; medians and spread."""
+    """Return median and spread of each variant's efficiency, and the use of its bubbles."""
     found: dict[str, Any] = {}
     for name in case.variants:
         text = np.array([one[TEXT]["seconds"] for one in rounds])
@@ -181,7 +181,7 @@ def _spread(values: np.ndarray) -> dict[str, float]:
 
 
 def targets(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return each target with what was found."""
+    """Return the targets with the measured values."""
     if "PP4" not in found:
         return []
     variants = found["PP4"]["variants"]
@@ -202,7 +202,7 @@ def targets(found: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def page(result: Mapping[str, Any]) -> str:
-    """Return the page beside the JSON."""
+    """Return the results as a Markdown page."""
     about = result["about"]
     told = ", ".join(f"{name} {count}" for name, count in about["rounds"].items())
     lines = [

@@ -1,18 +1,20 @@
-"""Checkpoints against the disk: bandwidth, stall, slow-down of training, time to resume.
+"""Benchmarks checkpoints against the disk: bandwidth, stall, training slow-down, time to resume.
 
-Two gloo processes of one thread each hold state of their own and weights that both have, and write
-`--mib` MiB each. In turns, round by round:
+Two gloo processes of one thread each hold private state and shared weights, and write `--mib` MiB
+each. Every round measures in turn:
 
     dd            the same bytes from memory to the disk, past the page cache and through it
     torch.save    the same bytes, and fsync
     save          a checkpoint, until it is complete: hashed, written, durable, committed
-    dd reads, verify, load, torch.load    all from the disk, not from the page cache
-    stall         what a save in the background holds training up: its beginning, and before the
-                  next update the wait until all is copied aside
-    step          of matrix products with one gather, alone and while a save is written
+    dd reads, verify, load, torch.load    reads after the page cache is dropped; load follows
+                  verify, so it may hit the cache
+    stall         training time that a background save blocks: its start, and the wait before the
+                  next update until all tensors are copied
+    step          matrix products with one gather, without a save and while a save is written
 
-Then a small model is trained 5 and 500 steps and resumed, from the command to the first step.
-Figures are medians of the rounds. A run takes about eight minutes and wants a quiet machine.
+Then a small model is trained for 5 and for 500 steps and resumed, timed from the command to the
+first step. Figures are medians of the rounds. A run takes about eight minutes and needs a quiet
+machine.
 
     python benchmarks/bench_checkpoint.py            # the committed results
     python benchmarks/bench_checkpoint.py --quick    # a minute; figures not to quote
@@ -46,7 +48,7 @@ READS = ("dd reads", "verify", "load", "torch.load")
 
 
 def summary(measured: dict[str, Any], resumed: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians, rates and what the targets are about."""
+    """Return the medians, the rates and the figures that the targets use."""
     rounds, size = measured["rounds"], measured["bytes"]
     seconds = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
     disk = max(rate(size, seconds[name]) for name in WRITES[:2])
@@ -69,7 +71,7 @@ def summary(measured: dict[str, Any], resumed: dict[str, list[float]]) -> dict[s
 
 
 def targets(found: dict[str, Any]) -> list[tuple[str, str, bool]]:
-    """Target, what was found, whether it was met."""
+    """Return each target with the measured value and whether it is met."""
     few, many = found["resume_seconds"].values()
     low, high = found["resume_spread"][next(iter(found["resume_spread"]))]
     apart = many - few
@@ -87,7 +89,7 @@ def targets(found: dict[str, Any]) -> list[tuple[str, str, bool]]:
 
 
 def document(report: dict[str, Any]) -> str:
-    """The results as a page."""
+    """Return the results as a Markdown page."""
     found = report["summary"]
     lines = [
         "# Checkpoints against the disk",

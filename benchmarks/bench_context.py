@@ -1,10 +1,11 @@
-"""What a layer's attention holds of a long document under context parallelism, now and before.
+"""Measures attention memory for a long document under context parallelism, now and before.
 
-Now ranks gather latents and project them up a few heads at a time, for the backward pass again;
-before, each gathered keys and values of all heads, which autograd kept. One of four ranks is run,
-with K2's heads and latents, over one document of 8,192 tokens: the highest memory of a forward and
-backward pass above weights, and what is left between the two. The other ranks' parts are copies of
-this one's: bytes are the same, numbers are not (`tests/dist/test_sequence.py` compares these).
+Today ranks gather latents and project them up a few heads at a time, and do so again in the
+backward pass. Before, each rank gathered keys and values of all heads, and autograd kept them. The
+benchmark runs one of four ranks, with K2's heads and latents, over one document of 8,192 tokens. It
+reports the peak memory of a forward and backward pass above the weights, and the memory held
+between the two passes. The other ranks' parts are copies of this rank's part: the byte counts are
+right, the values are not (`tests/dist/test_sequence.py` compares values).
 
     python -m benchmarks.bench_context             # minutes; context_cpu.*
     python -m benchmarks.bench_context --quick     # seconds; figures not to quote
@@ -54,7 +55,7 @@ def main() -> None:
 
 
 def config_of(quick: bool) -> Config:
-    """Return the configuration of a layer; what is not attention is small."""
+    """Return the configuration of one layer; everything except attention is small."""
     language = {
         **(SHORT if quick else HEADS), "hidden_size": 256, "num_layers": 1, "q_lora_rank": 96,
     }  # fmt: skip
@@ -69,7 +70,7 @@ def config_of(quick: bool) -> Config:
 
 
 def measure(config: Config, device: torch.device) -> dict[str, Any]:
-    """Return peak and remaining bytes of both forms under both policies."""
+    """Return the peak bytes and the remaining bytes of both forms under both policies."""
     from kimi_pretrain.engine.latent_attention import PackedLatentAttention
     from kimi_pretrain.engine.packed_attention import PackedRows
     from kimi_pretrain.memory.saved import Policy, apply
@@ -101,7 +102,7 @@ def measure(config: Config, device: torch.device) -> dict[str, Any]:
 
 
 def attention_of(config: Config, device: torch.device) -> "PackedLatentAttention":
-    """Return one layer's attention with small random weights, in training."""
+    """Return one layer's attention in training mode, with small random weights."""
     from megatron.core.tensor_parallel import mappings
 
     from kimi_pretrain.engine.model_builder import build_chunks, engine_config
@@ -112,7 +113,7 @@ def attention_of(config: Config, device: torch.device) -> "PackedLatentAttention
     def scatter(output: Tensor, whole: Tensor, group: Any) -> None:
         output.copy_(whole[: len(output)])
 
-    # The fake group leaves the room for others' parts as it is: numbers that are none, perhaps.
+    # The fake group leaves the other ranks' parts uninitialized, possibly NaN.
     mappings.dist_all_gather_func, mappings.dist_reduce_scatter_func = gather, scatter
     (chunk,) = build_chunks(config, engine_config(config, "portable"), "portable")
     attention = chunk.to(device).decoder.layers[0].self_attention
@@ -123,7 +124,7 @@ def attention_of(config: Config, device: torch.device) -> "PackedLatentAttention
 
 
 def keys_and_values_gathered() -> type:
-    """Return the class of the former form: keys and values of the rank's tokens, gathered."""
+    """Return the class of the former form, which gathers keys and values."""
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
     from kimi_pretrain.engine.latent_attention import PackedLatentAttention
@@ -152,7 +153,7 @@ def keys_and_values_gathered() -> type:
 
 
 def _left(step: Any) -> int:
-    """Return the bytes that a forward pass leaves behind, one before it likewise."""
+    """Return the bytes that a second forward pass leaves allocated on top of a first."""
     graphs, found = [], []
     with LiveBytes() as live:
         for _ in range(2):
@@ -163,7 +164,7 @@ def _left(step: Any) -> int:
 
 
 def targets(found: Found) -> list[dict[str, Any]]:
-    """Return what must hold, with what was found."""
+    """Return the targets with the measured values."""
     rows = []
     for name in POLICIES:
         ratio = _ratio(found, name, "peak_bytes")
@@ -178,7 +179,7 @@ def _ratio(found: Found, name: str, key: str) -> float:
 
 
 def page(found: Found) -> str:
-    """Return the results as a page to read."""
+    """Return the results as a Markdown page."""
     sizes = found["sizes"]
     rows = [
         [name, f"{one['peak_bytes'] / 2**20:,.0f}", f"{one['left_bytes'] / 2**20:,.1f}"]

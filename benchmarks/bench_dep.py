@@ -1,10 +1,11 @@
-"""DEP against an encoder on the first stage: step time, balance and memory, on CPU processes.
+"""Benchmarks DEP against an encoder on the first stage: step time, balance and memory on CPUs.
 
-Two processes of one thread each, two pipeline stages, a small Kimi (benchmarks/dep/config.yaml),
-and pictures in the sizes of a real mix with a heavy tail. Text only, co-located, DEP without
-balance (by owner, by count) and DEP run in turns on the same rows, and each is held against what
-the cost model predicts, calibrated in the same run. Then peak memory, also for 1 to 64 images in
-one microbatch. A run takes minutes and wants a quiet machine.
+Two processes of one thread each form the two pipeline stages of a small Kimi
+(benchmarks/dep/config.yaml). Picture sizes have the heavy tail of a real mix. Text only,
+co-located, DEP without balance (by owner, by count) and DEP run in turns on the same rows. Each is
+compared with the prediction of the cost model, which is calibrated in the same run. Then peak
+memory is measured, also for 1 to 64 images in one microbatch. A run takes minutes and needs a quiet
+machine.
 
     python benchmarks/bench_dep.py               # the committed results
     python benchmarks/bench_dep.py --quick       # seconds; figures not to quote
@@ -37,7 +38,7 @@ from kimi_pretrain.config import Config, ConfigError, load_config
 
 CONFIG = ROOT / "benchmarks" / "dep" / "config.yaml"
 RESULT = RESULTS / "dep_cpu.json"
-ASIDE = ROOT / "runs" / "bench_dep"  # for what is no whole run
+ASIDE = ROOT / "runs" / "bench_dep"  # for partial runs
 PICTURE = ROOT / "docs" / "pictures" / "dep_memory.png"
 PARTS = ("timing", "memory")
 IMAGES = (1, 2, 4, 8, 16, 32, 64)
@@ -45,15 +46,15 @@ IMAGES = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured.
+    """Scope of the measurement.
 
     Attributes:
-        parts: of `PARTS`.
-        rounds: of the timed part.
-        calibrate_seconds: bound on the calibration.
-        images: in a microbatch, of the curve.
-        every: takes every n-th document of the mix.
-        quick: whether the figures mean nothing.
+        parts: parts to run, from `PARTS`.
+        rounds: rounds of the timing part.
+        calibrate_seconds: time limit of the calibration.
+        images: images per microbatch, for the memory curve.
+        every: use every n-th document of the mix.
+        quick: True for a smoke run, whose figures mean nothing.
     """
 
     parts: Sequence[str] = PARTS
@@ -104,7 +105,7 @@ def parse() -> argparse.Namespace:
 
 
 def plan_of(arguments: argparse.Namespace) -> Plan:
-    """Return what is measured."""
+    """Return the plan that the arguments select."""
     parts = (arguments.only,) if arguments.only else PARTS
     if arguments.quick:
         return Plan(parts, 1, Plan.calibrate_seconds, (1, 4), 10, quick=True)
@@ -112,10 +113,10 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
 
 
 def check(config: Config) -> None:
-    """Refuse layouts whose steps the prediction does not know.
+    """Refuse layouts that the prediction does not support.
 
     Raises:
-        ConfigError: names the layout.
+        ConfigError: the layout is unsupported; the message names it.
     """
     layout = config.layout
     if (layout.pp, layout.vpp, layout.world_size()) != (PROCESSES, 1, PROCESSES):
@@ -126,7 +127,7 @@ def check(config: Config) -> None:
 
 
 def measure(work: Path, config: Config, overrides: Sequence[str], plan: Plan) -> dict[str, Any]:
-    """Make the data and run the parts; returns what each wrote."""
+    """Make the data, run the parts and return the results of each."""
     mix, pages = work / "mix", work / "pages"
     if work.exists() and any(work.iterdir()):
         sys.exit(f"error: --work {work} is not empty; give a folder of its own")
@@ -147,16 +148,17 @@ def measure(work: Path, config: Config, overrides: Sequence[str], plan: Plan) ->
             "root": str(pages), "sources": {f"pages_{plan.images[0]}": 1.0}, "seq_len": length,
             "rows_per_step": PROCESSES, "vision_token_ratio": None, "pack_window": data.PAGES,
         }  # fmt: skip
-    # Processes that give memory back are slower: a part that is timed has its own.
+    # Returning freed memory to the system slows a process down, so timing and memory run in
+    # separate processes.
     jobs = [plan.parts] if plan.quick else [[part] for part in plan.parts]
     return {name: one for parts in jobs for name, one in run_job(parts, setup, work).items()}
 
 
 def run_job(parts: Sequence[str], setup: Mapping[str, Any], work: Path) -> dict[str, Any]:
-    """Run parts in processes of their own.
+    """Run parts in new processes.
 
     Raises:
-        SystemExit: they failed; their output has been seen.
+        SystemExit: a process failed; its output has already been printed.
     """
     name = ",".join(parts)
     given, found = work / f"{name}_setup.json", work / f"{name}.json"
@@ -169,7 +171,7 @@ def run_job(parts: Sequence[str], setup: Mapping[str, Any], work: Path) -> dict[
 def results(
     raw: Mapping[str, Any], plan: Plan, overrides: Sequence[str], load: list[float], seconds: float
 ) -> dict[str, Any]:
-    """Return everything for JSON: about, targets, figures, and what they were made from."""
+    """Return all results for JSON: metadata, figures, targets and raw data."""
     found: dict[str, Any] = {
         "about": {
             "date": date.today().isoformat(),
@@ -191,7 +193,7 @@ def results(
 
 
 def write(found: Mapping[str, Any], out: Path, drawing: Path) -> None:
-    """Write the JSON, the page beside it, and the picture."""
+    """Write the JSON file, the page next to it, and the picture."""
     write_result(found, out, report.page(found))
     if "memory" in found:
         picture.draw(found["memory"]["curve"], drawing)

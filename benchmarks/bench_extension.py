@@ -1,20 +1,20 @@
-"""A longer context, in toy form: what YaRN is worth, and what its border does to the logits.
+"""Toy context extension: the benefit of YaRN, and the jump of the logits where YaRN starts.
 
-A small language model, one process, is trained on rows of 256 tokens of real text (the Python
-sources of the standard library), then
+A small language model is trained in one process on rows of 256 tokens of real text (the Python
+sources of the standard library). Two experiments continue from it:
 
-1. extension: on rows of 2,048, eight times as long, with YaRN's factor 8 and without YaRN: held-out
-   loss by position, before the first step of the longer rows and after the last;
-2. border: on rows of 256 with the factor of K2.5, 64: the largest logit of each head, step by step.
-   The softmax scale takes YaRN's factor squared, 2.0047, from one step to the next; QK-Clip's
-   threshold lies just above the largest logit before.
+1. extension: rows of 2,048 tokens, eight times as long, with YaRN's factor 8 and without YaRN.
+   Reports the held-out loss by position, before the first longer step and after the last.
+2. border: rows of 256 with K2.5's factor, 64. Reports the largest logit of each head, step by step.
+   YaRN multiplies the softmax scale by its squared factor, 2.0047, from one step to the next;
+   QK-Clip's threshold is just above the largest logit before.
 
-Both with three seeds of weights and data; the border is shown of the first.
+Both use three seeds of weights and data. The border figures come from the first seed.
 
     python -m benchmarks.bench_extension             # 20 minutes; extension_cpu.*, two pictures
     python -m benchmarks.bench_extension --quick     # under a minute; figures not to quote
 
-A seed that is done stays in the folder of --work: started again, the benchmark goes on behind it.
+Finished seeds stay in the --work folder, and a restarted benchmark reuses them.
 """
 
 import json
@@ -79,10 +79,10 @@ def main() -> None:
 
 
 def of_seed(work: Path, seed: int, *, quick: bool) -> dict[str, Any]:
-    """Return what `run` found, or an earlier try of it."""
+    """Return the results of a seed, from an earlier try if there is one, otherwise from `run`."""
     kept = work / "done" / f"seed_{seed}.json"
     if not kept.exists():
-        if not (work / "corpus_built").exists():  # written last
+        if not (work / "corpus_built").exists():  # written last, so it marks a complete corpus
             for name in ("texts", "corpus"):
                 shutil.rmtree(work / name, ignore_errors=True)
             make_corpus(work, quick=quick)
@@ -98,7 +98,7 @@ def of_seed(work: Path, seed: int, *, quick: bool) -> dict[str, Any]:
 
 
 def run(work: Path, seed: int, *, quick: bool) -> dict[str, Any]:
-    """Train everything of a seed; returns losses by position, and maxima of heads."""
+    """Train everything of a seed; return losses by position and the maxima of the heads."""
     first, longer, few = (6, 2, 3) if quick else (400, 60, 20)
     seeds = (f"data.seed={seed}", f"train.seed={seed}")
     place = Path(f"seed_{seed}")
@@ -109,7 +109,8 @@ def run(work: Path, seed: int, *, quick: bool) -> dict[str, Any]:
         name: trained(work, place / name, longer, LONG, 2, (*start, *setting))
         for name, setting in {"YaRN": (yarn,), "plain": ()}.items()
     }
-    # Above every head's, and less than twice the largest: so the border takes some over it.
+    # Above the largest logit of every head but less than twice that value, so that some heads
+    # exceed it after the border.
     threshold = 1.1 * float(max(max(map(max, step)) for step in base["maxima"][-few:]))
     yarn = f"model.language.yarn={{factor: {FACTOR}, original_max_position: {SHORT}}}"
     clip = f"optim.qk_clip_threshold={threshold:.4f}"
@@ -133,7 +134,7 @@ def run(work: Path, seed: int, *, quick: bool) -> dict[str, Any]:
 
 
 def make_corpus(work: Path, *, quick: bool) -> None:
-    """Ingest the larger files of the standard library, every eighth of them as held-out."""
+    """Ingest the larger files of the standard library and hold out every eighth file."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     large = [file for file in files if file.stat().st_size > 10_000][: 24 if quick else None]
     for number, file in enumerate(large):
@@ -159,8 +160,11 @@ def _data(*arguments: str) -> None:
 def trained(
     work: Path, name: Path, steps: int, seq_len: int, rows: int, overrides: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Train a run in the folder `name`; returns each step's largest logits [layers][heads] and
-    number of clipped heads, and the held-out losses by position of each validation.
+    """Train a run in the folder `name` and return its logits, clipped heads and held-out losses.
+
+    Returns:
+        the largest logits [layers][heads] and the number of clipped heads of each step, and the
+        held-out losses by position of each validation.
     """
     from kimi_pretrain.train import train
 
@@ -201,7 +205,7 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 
 def results(about: Found, seeds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return everything for JSON: losses of all seeds, the border of the first."""
+    """Return all results for JSON: losses of all seeds, the border of the first."""
     first = seeds[0]
     arms = {
         name: {place: [seed["extension"][name][place] for seed in seeds] for place in losses}
@@ -216,7 +220,7 @@ def results(about: Found, seeds: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def targets(found: Found) -> list[dict[str, Any]]:
-    """Return what should hold of each seed, with what was found."""
+    """Return the targets with the measured values of each seed."""
     arms, border = found["extension"], found["border"]
     last = list(arms["YaRN, untrained"])[-1]
     far = {name: losses[last] for name, losses in arms.items()}
@@ -247,24 +251,24 @@ def _signed(values: list[float]) -> str:
 
 
 def _told(values: list[float]) -> str:
-    """Return the mean of all seeds, and the least and the most of several."""
+    """Return the mean over all seeds, with the range if there are several."""
     spread = f" ({min(values):.3f} - {max(values):.3f})" if len(values) > 1 else ""
     return f"{mean(values):.3f}{spread}"
 
 
 def _heads(steps: list[list[list[float]]]) -> torch.Tensor:
-    """Return maxima [steps, layers * heads]."""
+    """Return the maxima as float64 [steps, layers * heads]."""
     return torch.tensor(steps, dtype=torch.float64).flatten(1)
 
 
 def _ratio(border: Found) -> float:
-    """Return how much the median head's logits grew: first step after over median before."""
+    """Return the growth of the median head's logits: first step after over median before."""
     before = _heads(border["before"]).median(0).values
     return float((_heads(border["after"])[0] / before).median())
 
 
 def page(found: Found) -> str:
-    """Return the results as a page to read."""
+    """Return the results as a Markdown page."""
     arms, border, steps = found["extension"], found["border"], found["settings"]["steps"]
     bins = list(arms["YaRN, untrained"])
     rows = [[name, *(_told(losses[place]) for place in bins)] for name, losses in arms.items()]
@@ -294,7 +298,7 @@ def page(found: Found) -> str:
 
 
 def draw_border(border: Found, path: Path) -> None:
-    """Write a PNG: the largest logit of each head, step by step, over the border."""
+    """Write a PNG of the largest logit of each head, step by step, across the border."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.2, 4.0), dpi=140, layout="constrained")
@@ -317,7 +321,7 @@ def draw_border(border: Found, path: Path) -> None:
 
 
 def draw_extension(arms: Found, path: Path) -> None:
-    """Write a PNG: held-out loss by position of the four arms."""
+    """Write a PNG of the held-out loss by position of the four arms."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.2, 4.0), dpi=140, layout="constrained")

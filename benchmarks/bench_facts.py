@@ -1,8 +1,8 @@
-"""Statistics at size: how long the facts of 10 M samples take to write, and to count.
+"""Measures how long it takes to write the facts of 10 M samples and to compute their statistics.
 
-Made-up sources with the sizes of real ones (`bench_plan`), as finished sources on disk; no byte of
-data is read. Targets: all facts within 60 s, all statistics within 3 s, on two idle cores, and
-every integer as `source_stats` counts it. Writes a result file and a page.
+Synthetic sources with the sizes of real ones (`bench_plan`) are written to disk as finished
+sources; no sample data is read. Targets on two idle cores: all facts within 60 s, all statistics
+within 3 s, and every integer equal to that of `source_stats`. Writes a result file and a page.
 
     python benchmarks/bench_facts.py
     python benchmarks/bench_facts.py --quick      # 60,000 samples
@@ -58,24 +58,22 @@ from data_pipeline.inspect.stats import source_stats  # noqa: E402
 from data_pipeline.store.open import FolderStore  # noqa: E402
 from moonvit3d.geometry import PatchLimits  # noqa: E402
 
-SLICE = 250_000  # samples made at once
-VERSIONED = (
-    "captions"  # half of its samples are its second version, most of them those of the first
-)
-CHANGED = 0.02  # share of them that are others
+SLICE = 250_000  # samples generated at once
+VERSIONED = "captions"  # half of its samples are a second version, mostly identical to the first
+CHANGED = 0.02  # share of the second version's samples that differ
 FACTS_S, COUNT_S = 60.0, 3.0
 LIMITS = PatchLimits()
 
 
 def made_sources(samples: int) -> dict[str, int]:
-    """Return how many samples each source has; the versioned one's share is that of both."""
+    """Return the number of samples of each source. The versioned source counts as two."""
     found = {name: int(samples * share) for name, (share, *_) in SOURCES.items()}
     found[VERSIONED] //= 2
     return found | {f"{VERSIONED}_2": samples - sum(found.values())}
 
 
 def part_of(name: str, first: int, samples: int, shards: tuple[ShardInfo, ...]) -> SourceIndex:
-    """Some samples of a made-up source, with lengths and checksums; every 500th is a copy."""
+    """Return a slice of a synthetic source with lengths and checksums; every 500th is a copy."""
     base, later = name.removesuffix("_2"), name.endswith("_2")
     seed = 1 + list(SOURCES).index(base) + 100 * (first // SLICE)
     index, rng = made_source(base, samples, seed), np.random.default_rng(seed)
@@ -103,7 +101,7 @@ MakePart = Callable[[str, int, int, tuple[ShardInfo, ...]], SourceIndex]
 
 
 def write_source(root: Path, name: str, samples: int, make: MakePart = part_of) -> None:
-    """Write index and manifest of a made-up source, a slice at a time."""
+    """Write index and manifest of a synthetic source, one slice at a time."""
     counts = [min(SHARD, samples - first) for first in range(0, samples, SHARD)]
     shards = tuple(
         ShardInfo(
@@ -156,7 +154,7 @@ def write_all(root: Path, folder: Path) -> dict[str, Any]:
 
 
 def count_all(root: Path, folder: Path) -> dict[str, Any]:
-    """Take every statistic of all sources."""
+    """Compute every statistic of all sources."""
     store = FolderStore(root)
     names = sorted(path.parent.name for path in root.glob("*/manifest.json"))
     files = {name: write_facts(store, name, LIMITS, folder)[0] for name in names}
@@ -185,7 +183,7 @@ STAGES = {"write": write_all, "count": count_all}
 
 
 def run_stage(stage: str, root: Path, folder: Path) -> dict[str, Any]:
-    """Run a stage in a process of its own, whose memory is its own."""
+    """Run a stage in a subprocess, so that its memory is measured separately."""
     command = [sys.executable, str(Path(__file__)), "--stage", stage, "--work", str(root.parent)]
     seconds, done = timed(lambda: subprocess.run(command, capture_output=True, text=True))
     if done.returncode:
@@ -194,7 +192,7 @@ def run_stage(stage: str, root: Path, folder: Path) -> dict[str, Any]:
 
 
 def integers(found: Any, where: str = "") -> dict[str, int]:
-    """Return all integers in nested values, and the counts of histograms, by where they stand."""
+    """Return all integers in nested values, and the counts of histograms, keyed by their path."""
     if isinstance(found, dict):
         parts = found.items()
     elif isinstance(found, list):
@@ -210,7 +208,7 @@ def integers(found: Any, where: str = "") -> dict[str, int]:
 
 
 def differing(root: Path, name: str, figures: dict[str, Any]) -> tuple[int, list[str]]:
-    """Return how many integers `source_stats` gives, and those that were counted otherwise."""
+    """Return the number of integers that `source_stats` gives, and the keys that differ."""
     expected = integers(source_stats(read_index(FolderStore(root), name), LIMITS, 4096))
     found = integers(figures)
     return len(expected), [key for key, value in expected.items() if found.get(key) != value]

@@ -1,13 +1,14 @@
-"""FP8 storage in training: the demo's configuration, the same seeds with it and without.
+"""Trains the demo with and without FP8 storage and compares the final losses.
 
-Twice 200 steps for each of three seeds of the weights, in one process of one thread; all see the
-same batches. The end of a run is the mean loss of its last steps. Noise is the spread of these ends
-over seeds without FP8: with FP8 the mean over seeds should be no farther from the mean without.
+Each of three weight seeds trains for 200 steps with FP8 storage and for 200 without, in one process
+with one thread. All runs see the same batches. The end of a run is the mean loss of its last steps,
+and noise is the spread of the ends over seeds without FP8. The target is that FP8 moves the mean
+end by no more than the noise.
 
     python benchmarks/bench_fp8.py                 # the committed results, an hour of one core
     python benchmarks/bench_fp8.py --quick         # a few steps of one seed; figures not to quote
 
-A run that is done stays in the folder of --work: started again, the benchmark goes on behind it.
+Finished runs stay in the --work folder, and a restarted benchmark reuses them.
 """
 
 import argparse
@@ -44,13 +45,13 @@ Found = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is trained.
+    """Scope of the training.
 
     Attributes:
-        steps: of each run.
-        seeds: of the weights; the batches are the same.
-        last: steps whose mean loss is the end of a run.
-        quick: whether the figures mean nothing.
+        steps: steps of each run.
+        seeds: seeds of the weights; the batches are the same.
+        last: number of last steps whose mean loss is the end of a run.
+        quick: True for a smoke run, whose figures mean nothing.
     """
 
     steps: int = 200
@@ -77,11 +78,11 @@ def main() -> None:
 
 
 def train_all(plan: Plan, work: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return, of each form, a run of every seed; those that are not there yet are trained."""
+    """Return a run of every seed for each form, after training the runs that are missing."""
     from kimi_pretrain.engine import mesh as engine_mesh
 
     corpus = work / "corpus"
-    if not (work / "corpus_built").exists():  # written last
+    if not (work / "corpus_built").exists():  # written last, so it marks a complete corpus
         shutil.rmtree(corpus, ignore_errors=True)
         corpus.mkdir(parents=True)
         build_corpus(FolderStore(corpus))
@@ -103,7 +104,7 @@ def train_all(plan: Plan, work: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def config_of(corpus: Path, steps: int, seed: int, fp8: bool) -> Config:
-    """Return the demo's configuration in one process."""
+    """Return the demo's configuration for one process."""
     layout = [f"layout.{axis}=1" for axis in ("pp", "vpp", "dp", "ep")]
     settings = [
         f"data.root={corpus}", "data.cache=null", "data.requests_per_second=null",
@@ -114,14 +115,14 @@ def config_of(corpus: Path, steps: int, seed: int, fp8: bool) -> Config:
 
 
 def finished(kept: Path, config: Config) -> dict[str, Any] | None:
-    """Return a run that an earlier try has finished, if it is one of the very same settings."""
+    """Return an earlier finished run if its configuration is identical, otherwise None."""
     earlier = json.loads(kept.read_text()) if kept.is_file() else {}
     same = earlier.get("config") == config.model_dump(mode="json")
     return earlier["run"] if same else None
 
 
 def trained(config: Config, mesh: "Mesh", kept: Path) -> dict[str, Any]:
-    """Train and keep what came of it: the loss of every step, and seconds."""
+    """Train a run, then store and return the loss of every step and the seconds."""
     from kimi_pretrain.run import Run
 
     begin = time.perf_counter(), time.process_time()
@@ -146,7 +147,7 @@ def trained(config: Config, mesh: "Mesh", kept: Path) -> dict[str, Any]:
 
 
 def results(plan: Plan, runs: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Return everything for JSON."""
+    """Return all results for the JSON file."""
     found = compared({form: [one["end"] for one in of] for form, of in runs.items()})
     every = [one for of in runs.values() for one in of]
     return {
@@ -168,7 +169,7 @@ def results(plan: Plan, runs: Mapping[str, list[dict[str, Any]]]) -> dict[str, A
 
 
 def compared(ends: Mapping[str, list[float]]) -> dict[str, Any]:
-    """Return the ends, how far FP8 moves them, and the noise that it is compared with."""
+    """Return the ends, how far FP8 moves them, and the noise to compare this with."""
     none, fp8 = ends["none"], ends["fp8"]
     return {
         "ends": ends,
@@ -179,7 +180,7 @@ def compared(ends: Mapping[str, list[float]]) -> dict[str, Any]:
 
 
 def targets(found: Found) -> list[dict[str, Any]]:
-    """Return what must hold, with what was found."""
+    """Return the targets with the measured values."""
     noise, moved = found["noise"], found["mean_moved"]
     return [
         {
@@ -191,7 +192,7 @@ def targets(found: Found) -> list[dict[str, Any]]:
 
 
 def page(found: Found) -> str:
-    """Return the results as a page to read."""
+    """Return the results as a Markdown page."""
     about, ends = found["about"], found["found"]["ends"]
     rows = zip(found["seeds"], ends["none"], ends["fp8"], found["found"]["each_moved"])
     lines = [

@@ -1,15 +1,15 @@
-"""When media come: Table 1 and Figure 9 of the K2.5 report in toy form.
+"""Early, mid and late fusion of media in toy form, after Table 1 and Figure 9 of the K2.5 report.
 
-A small model is trained on the same numbers of media and of text tokens in three ways: media are a
-tenth of all tokens from the first step on (early), a fifth from the middle on (mid), or half of the
-last fifth (late); with a learning rate that stays, and with one that falls over the whole run. Each
-way with several seeds of weights and data: held-out loss of text and of media along the run, with
-95% intervals of the mean over seeds, and differences inside a seed.
+A small model is trained on the same numbers of media and text tokens in three schedules: media are
+a tenth of all tokens from the first step on (early), a fifth from the middle on (mid), or half of
+the last fifth (late). Each schedule runs with a constant learning rate and with one that falls over
+the whole run, and with several seeds of weights and data. Reports the held-out loss of text and of
+media along the run, with 95% intervals of the mean over seeds, and differences within a seed.
 
-    python -m benchmarks.bench_fusion             # fusion_cpu.*, a picture; the minutes are in it
+    python -m benchmarks.bench_fusion             # fusion_cpu.*, a picture; states the minutes
     python -m benchmarks.bench_fusion --quick     # a minute; figures not to quote
 
-A run that is done stays in the folder of --work: started again, the benchmark goes on behind it.
+Finished runs stay in the --work folder, and a restarted benchmark reuses them.
 """
 
 import multiprocessing
@@ -51,12 +51,12 @@ def main() -> None:
 
 
 def train_all(jobs: list[Job], processes: int) -> None:
-    """Train what is not finished yet, each run in a fork: gloo's threads end with it."""
+    """Train the unfinished runs in forks, because gloo's threads end only with their process."""
     left = [job for job in jobs if finished(job) is None]
     if not left:
         return
     quiet_libraries()
-    import kimi_pretrain.train  # noqa: F401  # before the forks: it takes seconds
+    import kimi_pretrain.train  # noqa: F401 # slow import, done once before the forks
 
     torch.set_num_threads(1)
     with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=1) as pool:

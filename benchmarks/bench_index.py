@@ -1,8 +1,8 @@
-"""What an index costs the ranks of a node: memory and seconds, shared and each its own.
+"""Measures memory and load time of an index on a node: one shared copy against a private copy.
 
-Eight processes read an index of ten million captions as training does, and make its planner. One
-copy is the bytes of its columns and keys. Memory is what the processes hold of their own beyond
-what they held before, and the copy that they share, all of it.
+Eight processes read an index of ten million captions as training does, and build its planner. One
+copy is the size of the columns and keys. Memory is what the processes add to their private memory,
+plus the whole shared copy.
 
     python benchmarks/bench_index.py
     python benchmarks/bench_index.py --quick       # 100,000 captions, two processes
@@ -38,7 +38,7 @@ MIB = 1 << 20
 
 
 def captions(samples: int) -> SourceIndex:
-    """Return an index of pictures with a caption each."""
+    """Return an index of pictures with one caption each."""
     rng = np.random.default_rng(0)
     side = rng.lognormal(np.log(500), 0.5, (2, samples)).clip(28, 6000).astype(np.int32)
     return synthetic_index(
@@ -61,7 +61,7 @@ def bytes_of(index: SourceIndex) -> int:
 
 
 def held_kib() -> int:
-    """Return the memory that this process has of its own, in KiB."""
+    """Return the anonymous memory of this process, in KiB."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss_Anon:"):
             return int(line.split()[1])
@@ -69,7 +69,7 @@ def held_kib() -> int:
 
 
 def rank(root: str, shared: bool, together: Barrier, results: Any) -> None:
-    """Read the index and plan with it, as a rank does."""
+    """Read the index and plan a step with it, as a rank does."""
     store, before = FolderStore(Path(root)), held_kib()
     together.wait()
     began = time.perf_counter()
@@ -89,10 +89,10 @@ def rank(root: str, shared: bool, together: Barrier, results: Any) -> None:
 
 
 def measure(root: Path, processes: int, shared_mib: float | None) -> dict[str, float]:
-    """Run so many ranks; returns their memory together, and the seconds of the slowest.
+    """Run the ranks; return their total memory and the seconds of the slowest rank.
 
     Args:
-        shared_mib: of the copy that they share; None: they share none.
+        shared_mib: size of the copy that the ranks share; None if they share none.
     """
     context = multiprocessing.get_context("spawn")
     together, results = context.Barrier(processes), context.Queue()
@@ -149,7 +149,7 @@ def main() -> None:
 
 
 def page(found: dict[str, Any]) -> str:
-    """Return the page beside the JSON."""
+    """Return the results as a Markdown page."""
     about, rows = found["about"], []
     for title, key in (("one process, its own copy", "alone"), ("shared", "shared")):
         one = found[key]

@@ -1,9 +1,9 @@
-"""Our sample stream against the loaders people use: speed, requests, resume, other world sizes.
+"""Compares our sample stream with public loaders: speed, requests, resume, other world sizes.
 
-The same samples, from local disk and from the same S3 server, in turns. The peers are
-mosaicml-streaming, webdataset, litdata and megatron-energon, in an environment of their own (made
-here, about 2 GB; PEERS_VENV or --peers says where). The first run also makes the data (about 1 GB
-under --work). Afterwards a full run takes some ten minutes.
+All loaders read the same samples, from local disk and from the same S3 server, in turns. The peers
+are mosaicml-streaming, webdataset, litdata and megatron-energon. They run in a separate environment
+of about 2 GB, which the first run creates (PEERS_VENV or --peers sets its path). The first run also
+makes the data (about 1 GB under --work). After that, a full run takes about ten minutes.
 
     python benchmarks/bench_loader.py                    # everything, to results/loader_*
     python benchmarks/bench_loader.py --rounds 1         # a first look
@@ -42,13 +42,13 @@ def cells(places: Sequence[str], workers: Sequence[int]) -> list[Cell]:
 
 
 def speed(bench: Bench, names: list[str], wanted: list[Cell], rounds: int, pixels: int) -> Any:
-    """Loader -> its rounds. A loader that fails to start in one round is left out of the rest."""
+    """Return the rounds of each loader."""
     found: dict[str, list[Any]] = {name: [] for name in names}
     for number in range(rounds):
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
             mine = wanted
-            if name == "ours, unchecked":  # to see what checking costs
+            if name == "ours, unchecked":  # shows the cost of checking
                 mine = [cell for cell in wanted if cell.workers == 0 and cell.mode == "raw"]
             begin = time.monotonic()
             found[name].append(measure.speed_round(bench, name, mine, pixels))
@@ -58,7 +58,7 @@ def speed(bench: Bench, names: list[str], wanted: list[Cell], rounds: int, pixel
 
 
 def each(names: Sequence[str], what: str, call: Callable[[str], Any]) -> dict[str, Any]:
-    """Name -> what `call` finds. One loader that fails is told of, and costs only its own line."""
+    """Return the result of `call` for each loader. A loader that fails is reported and left out."""
     found = {}
     for name in names:
         begin = time.monotonic()

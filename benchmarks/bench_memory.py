@@ -1,13 +1,13 @@
-"""What the policies over saved tensors leave of a layer's activations, and what they cost.
+"""Measures the activation memory that each saved-tensor policy leaves per layer, and its cost.
 
-    layer       bytes a token that one of K2.5's layers leaves, at its real widths, by counting and
-                by the plan's formulas; and what the first of 16 stages holds of them
-    attention   peak of the attention of a document of 8,192 tokens against the whole-matrix form
+    layer       bytes per token that one layer of K2.5 leaves at its real widths, both counted and
+                by the plan's formulas, and the total on the first of 16 stages
+    attention   peak of attention over a document of 8,192 tokens against the whole-matrix form
     host_time   the policy's own host time for one saved tensor
-    demo        the demo's step time with recompute on over off, four processes
-    policies    two layers' steps under each policy: time, memory, and whether the bits are the same
+    demo        the demo's step time with recompute over the time without, four processes
+    policies    two layers under each policy: step time, memory, and whether results are bit-exact
 
-On CUDA only the last. What is run replaces its section of the result file, the others stay:
+On CUDA only `policies` runs. A part replaces its section of the result file and keeps the others:
 
     python -m benchmarks.bench_memory                     # memory_cpu.*, a quarter of an hour
     python -m benchmarks.bench_memory --device cuda       # memory_cuda.*
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def earlier(out: Path, about: Found) -> dict[str, Any]:
-    """Return what the result file has of the same software and sizes, nothing if it has none."""
+    """Return the existing results if software and sizes are the same, otherwise an empty dict."""
     found = json.loads(out.read_text()) if out.is_file() else {}
     same = all(found.get("about", {}).get(key) == about[key] for key in ("versions", "quick"))
     return found if same else {}
@@ -107,7 +107,7 @@ PARTS = tuple(MEASURE)
 
 
 def targets(found: Found) -> list[dict[str, Any]]:
-    """Return what must hold of all parts that were run, with what was found."""
+    """Return the targets of all parts in the results, with the measured values."""
     made: list[dict[str, Any]] = []
     if "layer" in found:
         made += layer_bytes.targets(found["layer"])
@@ -127,7 +127,7 @@ def targets(found: Found) -> list[dict[str, Any]]:
 
 
 def page(found: Found) -> str:
-    """Return the results as a page to read."""
+    """Return the results as a Markdown page."""
     made = where.heading("Policies over saved tensors", found)
     made += verdicts(found["targets"], {"target": "target", "found": "measured", "met": "met"})
     made += [

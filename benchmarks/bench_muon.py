@@ -1,9 +1,9 @@
-"""Newton-Schulz and the whole Muon step against torch.optim.Muon, and what bf16 costs in accuracy.
+"""Benchmarks the Muon step against torch.optim.Muon, and the accuracy of Newton-Schulz in bf16.
 
 Both sides update the same matrices from the same gradients in one process, in turns: one layer of
-Moonlight and one of Kimi K2, with some of their experts. Ratios are taken inside a round. Then
-single matrices, and the errors of each form against the same iteration in fp64. A run takes some
-8 minutes on 2 cores, 20 GB of memory, and wants a quiet machine.
+Moonlight and one of Kimi K2, with some of their experts. Ratios are computed within a round. Then
+the benchmark times single matrices and compares each form with the same iteration in fp64. A run
+takes about 8 minutes on 2 cores, uses 20 GB of memory and needs a quiet machine.
 
     python benchmarks/bench_muon.py                  # the committed results
     python benchmarks/bench_muon.py --quick          # seconds; figures not to quote
@@ -34,26 +34,26 @@ from benchmarks.muon.layers import Layer, k2, moonlight
 from benchmarks.result import RESULTS, cores, versions, write
 
 ROOT = Path(__file__).resolve().parent.parent
-ASIDE = ROOT / "runs" / "bench_muon"  # for what is no whole run
+ASIDE = ROOT / "runs" / "bench_muon"  # for partial runs
 NAMES = {"cpu": "muon_cpu.json", "cuda": "muon_h200.json"}
-# Moonlight's and K2's experts, K2's query up-projection (whole, as the count is often quoted; and
-# its content rows, as Kimi cuts it), a square one, a small one.
+# Experts of Moonlight and of K2, K2's query up-projection (first whole, as its size is often
+# quoted, then only the content rows, as Kimi splits it), a square matrix and a small one.
 SHAPES = [(1408, 2048), (2048, 7168), (1536, 12288), (8192, 1536), (2048, 2048), (512, 2048)]
-# The ratios of both layers' shapes; the last also with other segments.
+# Aspect ratios of both layers' shapes. The last shape is also run with other segments.
 STUDIED = [(512, 704), (512, 512), (256, 2048), (512, 1792)]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured.
+    """Scope of the measurement.
 
     Attributes:
-        layers: name in the results -> layer.
-        rounds: layer -> steps of each side.
-        shapes: single matrices.
-        studied: shapes of the study of accuracy.
-        adamw: whether AdamW's step is timed as well.
-        peak: size of the square product whose speed is called the peak.
+        layers: layers by their names in the results.
+        rounds: steps of each side, for each layer.
+        shapes: shapes of the single matrices.
+        studied: shapes of the accuracy study.
+        adamw: True if AdamW's step is timed as well.
+        peak: side of the square product whose speed counts as the matmul peak.
     """
 
     layers: Mapping[str, Layer]
@@ -109,7 +109,7 @@ def parse() -> argparse.Namespace:
 
 
 def plan_of(arguments: argparse.Namespace) -> Plan:
-    """Return what is measured."""
+    """Return the plan that the arguments select."""
     scale, on_gpu = arguments.scale, arguments.device == "cuda"
     experts = {"moonlight": 64, "k2": 64} if on_gpu else {"moonlight": 16, "k2": 8}
     if arguments.quick:
@@ -132,7 +132,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
 def describe(
     arguments: argparse.Namespace, device: torch.device, load: Sequence[float], seconds: float
 ) -> dict[str, Any]:
-    """Return what a reader needs to judge the figures."""
+    """Return the metadata needed to judge the results."""
     where = cores()
     if device.type == "cuda":
         where = f"{torch.cuda.get_device_name(device)}; {where}"

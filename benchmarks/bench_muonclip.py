@@ -1,12 +1,12 @@
-"""Why MuonClip: training runs on real data that show what the clip does, and Muon beside AdamW.
+"""Trains on real data to show the effect of QK-Clip and to compare Muon with AdamW.
 
-The demo's small Kimi is trained on the demo's corpus, in one process of one thread, through the
-training loop that every run takes (benchmarks/muonclip/settings.py says with which settings).
+The demo's small Kimi is trained on the demo's corpus, in one process with one thread, through the
+regular training loop (settings: benchmarks/muonclip/settings.py).
 
-1. clip: at a learning rate at which plain Muon's attention logits grow without a bound, the same
-   runs with and without QK-Clip, several seeds.
-2. rates: AdamW, Muon and MuonClip, the same sweep of learning rates for each, then several seeds at
-   the rate at which each was best; equal tokens, the same batches.
+1. clip: the same runs with and without QK-Clip, for several seeds, at a learning rate at which the
+   attention logits of plain Muon grow without bound.
+2. rates: the same sweep of learning rates for AdamW, Muon and MuonClip, then several seeds at the
+   best rate of each; equal tokens, the same batches.
 
     python benchmarks/bench_muonclip.py               # the committed results, half an hour
     python benchmarks/bench_muonclip.py --quick       # seconds; figures not to quote
@@ -60,7 +60,7 @@ from launch.local.quiet import quiet_libraries
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "muonclip_cpu.json"
-ASIDE = ROOT / "runs" / "bench_muonclip"  # for what is no whole run
+ASIDE = ROOT / "runs" / "bench_muonclip"  # for partial runs
 PICTURES = ROOT / "docs" / "pictures"
 
 
@@ -103,18 +103,18 @@ def parse() -> argparse.Namespace:
 
 
 def plan_of(arguments: argparse.Namespace) -> Plan:
-    """Return what is trained."""
+    """Return the plan that the arguments select."""
     plan = quick_plan() if arguments.quick else Plan()
     parts = (arguments.only,) if arguments.only else PARTS
     return replace(plan, parts=parts, overrides=(*plan.overrides, *arguments.overrides))
 
 
 def run(plan: Plan, work: Path) -> tuple[dict[str, Any], list[Curve]]:
-    """Make the corpus and train everything; returns what is the same for all runs, and curves."""
+    """Make the corpus and train all runs; return their common setup and their curves."""
     root = work / "corpus"
     firsts = {CLIP: clip_runs(plan)[0], RATES: sweep_runs(plan)[0]}
     configs = [load_config(PRESET, overrides_of(firsts[p], plan, str(root))) for p in plan.parts]
-    config = max(configs, key=lambda config: config.train.steps)  # refused before the work
+    config = max(configs, key=lambda config: config.train.steps)  # fail before the slow work
     corpus = corpus_in(root, plan)
     curves: list[Curve] = []
     if CLIP in plan.parts:
@@ -140,9 +140,9 @@ def run(plan: Plan, work: Path) -> tuple[dict[str, Any], list[Curve]]:
 
 
 def corpus_in(root: Path, plan: Plan) -> dict[str, Any]:
-    """Return what the corpus holds; it is made where it is not there."""
+    """Return the description of the corpus, which is made if it is missing."""
     told = root.with_suffix(".json")
-    if not told.is_file():  # written last: what was broken off is made anew
+    if not told.is_file():  # written last, so that an interrupted corpus is rebuilt
         print("making the corpus", flush=True)
         shutil.rmtree(root, ignore_errors=True)
         told.write_text(json.dumps(make_corpus(root, small=plan.quick)))
@@ -150,7 +150,7 @@ def corpus_in(root: Path, plan: Plan) -> dict[str, Any]:
 
 
 def sweep(plan: Plan, work: Path) -> list[Curve]:
-    """Train every optimizer and the control at every rate, then each at its best, all seeds."""
+    """Train every optimizer and the control at all rates, then all seeds at their best rates."""
     curves: list[Curve] = []
     for one in sweep_runs(plan):
         curves.append(unclipped(one, curves, plan) or trained(one, plan, work))
@@ -165,7 +165,7 @@ def sweep(plan: Plan, work: Path) -> list[Curve]:
 
 
 def trained(one: Run, plan: Plan, work: Path) -> Curve:
-    """Train one run, or take what an earlier try has left of the very same, and say so."""
+    """Train and print one run, or return the curve of an earlier try with the same settings."""
     root, kept = work / "corpus", work / "curves" / f"{one.name}.json"
     settings = list(overrides_of(one, plan, str(root)))
     earlier = json.loads(kept.read_text()) if kept.is_file() else {}
@@ -184,7 +184,7 @@ def trained(one: Run, plan: Plan, work: Path) -> Curve:
 
 
 def results(setup: Mapping[str, Any], curves: Sequence[Curve], plan: Plan) -> dict[str, Any]:
-    """Return everything for JSON: about, setup, what was found, targets, and all curves."""
+    """Return the results for JSON without the curves: metadata, setup, summaries and targets."""
     found: dict[str, Any] = {
         "about": {
             "date": date.today().isoformat(),
@@ -207,7 +207,7 @@ def results(setup: Mapping[str, Any], curves: Sequence[Curve], plan: Plan) -> di
 def write(
     found: Mapping[str, Any], curves: Sequence[Curve], plan: Plan, out: Path, pictures: Path
 ) -> None:
-    """Write the JSON (a line for each run), the page beside it, and the pictures."""
+    """Write the JSON file (one line per run), the page next to it, and the pictures."""
     out.parent.mkdir(parents=True, exist_ok=True)
     told = json.dumps(found, indent=1).removesuffix("\n}")
     lines = ",\n".join("  " + json.dumps(curve) for curve in curves)

@@ -1,11 +1,10 @@
-"""Copies between device and host as `train.offload` makes them: bandwidth, and what hides them.
+"""Measures the device-host copies of `train.offload`: bandwidth, and overlap with compute.
 
-The streams, events and pinned slabs of `kimi_pretrain/memory/host_memory.py`, with as many bytes as
-a Kimi K2 layer keeps of 4,096 tokens, out of the device, back into it, and both at once; then the
-same copies beside matrix products that take about as long. Hidden: how much of the shorter of the
-two disappears in the longer. What came back is compared with what went out.
-
-Without CUDA the copies are plain ones, in order, and hide nothing.
+Uses the streams, events and pinned slabs of `kimi_pretrain/memory/host_memory.py`. Copies as many
+bytes as a Kimi K2 layer keeps for 4,096 tokens to the host, back, and in both directions at once.
+Then repeats the copies during matrix products that take about as long. `hidden` is the share of the
+shorter activity that overlaps with the longer one. Checks that the copies come back unchanged.
+Without CUDA the copies are synchronous and hide nothing.
 
     python -m benchmarks.bench_offload                 # writes offload_cpu.*
     python -m benchmarks.bench_offload --device cuda   # offload_cuda.*
@@ -23,21 +22,22 @@ from benchmarks import device as where
 from benchmarks.result import table, verdicts, write
 from kimi_pretrain.memory.host_memory import SLAB_BYTES, Copies, Pool, StreamCopies
 
-STORAGE = 64 * 2**20  # bytes of a tensor: dispatched tokens in FP8 are 59 KB x 4,096 / 4
+STORAGE = 64 * 2**20  # bytes per tensor; dispatched tokens in FP8 take 59 KB x 4,096 / 4
 STORAGES = 10
-SIDE = 8192  # of the matrix products
-AT_LEAST = 40e9  # bytes a second; docs/MEMORY.md counts with 50
+SIDE = 8192  # side of the square matrix products
+AT_LEAST = 40e9  # bytes per second; docs/MEMORY.md assumes 50 GB/s
 HIDDEN = 0.9
 
 Found = Mapping[str, Any]
 
 
 Started = list[tuple[Tensor | None, torch.cuda.Event | None]]
-"""What comes back, if something does, and the event of the copy's end."""
+"""Target tensor of each copy to the device (None for a copy to the host), and the event of its end.
+"""
 
 
 class Traffic:
-    """Tensors on a device: some leave, copies of the same come back."""
+    """Tensors on a device that are copied to the host, and host copies that are copied back."""
 
     def __init__(self, device: torch.device, storages: int, size: int, slab: int):
         self._copies = StreamCopies(device) if device.type == "cuda" else Copies()
@@ -53,15 +53,15 @@ class Traffic:
         self._away = [(one, self._copies.out(x, one)) for x, one in zip(self.sources, away)]
 
     def out(self) -> Started:
-        """Start to copy all to the host."""
+        """Start copying all tensors to the host."""
         return self._start(leave=True, come=False)
 
     def back(self) -> Started:
-        """Start to bring copies of all from the host."""
+        """Start copying all host copies back to the device."""
         return self._start(leave=False, come=True)
 
     def both(self) -> Started:
-        """Start to copy all out, and the others back, at the same time."""
+        """Start the copies of both directions at the same time."""
         return self._start(leave=True, come=True)
 
     def _start(self, leave: bool, come: bool) -> Started:
@@ -74,7 +74,7 @@ class Traffic:
         return started
 
     def finish(self, started: Started) -> list[Tensor]:
-        """Let the current stream wait for copies; returns what came back."""
+        """Make the current stream wait for the copies; return the tensors that came back."""
         came = []
         for target, event in started:
             self._copies.wait(event, *([] if target is None else [target]))
@@ -96,7 +96,7 @@ class Products:
             torch.mm(self._x, self._x, out=self._out)
 
     def fill(self, seconds: float, device: torch.device) -> None:
-        """Take so many products that they last about so many seconds."""
+        """Set the number of products so that they last about `seconds`."""
         one = where.timed(self, device, 3)["median"]
         self.count = max(1, round(seconds / one))
 
@@ -153,19 +153,19 @@ def measure(
 
 
 def bandwidth(found: Found, way: str) -> float:
-    """Return bytes a second, those of both directions added up."""
+    """Return bytes per second, added up over both directions."""
     count = found["bytes"] * (2 if way == "both" else 1)
     return count / found["ways"][way]["copies"]["median"]
 
 
 def hidden(one: Found) -> float:
-    """Return how much of the shorter of copies and products disappears in the longer, 0 to 1."""
+    """Return the share of the shorter of copies and products that the longer one hides, 0 to 1."""
     parts = [one["copies"]["median"], one["products"]["median"]]
     return (sum(parts) - one["together"]["median"]) / min(parts)
 
 
 def targets(found: Found) -> list[dict[str, Any]]:
-    """Return what docs/MEMORY.md counts with, and what was found; none of a CPU."""
+    """Return the targets of docs/MEMORY.md with the measured values; speeds count only on CUDA."""
     rows = [("what came back is what went out", found["came_back"], found["came_back"])]
     if found["about"]["device"] == "cuda":
         for way in ("out", "back"):
@@ -179,7 +179,7 @@ def targets(found: Found) -> list[dict[str, Any]]:
 
 
 def page(found: Found) -> str:
-    """Return the results as a page to read."""
+    """Return the results as a Markdown page."""
     rows = [
         [
             way, f"{one['copies']['median'] * 1e3:.2f}", f"{bandwidth(found, way) / 1e9:.1f}",

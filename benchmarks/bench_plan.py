@@ -1,8 +1,8 @@
-"""How long planning takes: a global step of 16,384 rows of 4,096 tokens, and a resume anywhere.
+"""Measures the time to plan a global step of 16,384 rows of 4,096 tokens, and to resume anywhere.
 
-Made-up sources with the sizes of real ones (texts log-normal, pictures heavy-tailed), a vision
-share held constant, two stages, and augmentation on the pictures. No byte of data is read. Writes a
-result file with versions and date.
+Uses synthetic sources with the sizes of real ones (texts log-normal, pictures heavy-tailed), a
+constant vision share, two stages, and augmentation on the pictures. No sample data is read. Writes
+a result file with versions and date.
 
     python benchmarks/bench_plan.py
     python benchmarks/bench_plan.py --samples 200000 --steps 3      # a short form
@@ -43,7 +43,7 @@ SOURCES = {
 
 
 def made_source(name: str, samples: int, seed: int) -> SourceIndex:
-    """An index of made-up samples: sizes log-normal around the source's medians."""
+    """Return an index of synthetic samples with log-normal sizes around the source's medians."""
     _, text, media, side = SOURCES[name]
     rng = np.random.default_rng(seed)
     tokens = np.minimum(rng.lognormal(np.log(text), 1.0, samples), 200_000).astype(int) + 1
@@ -67,7 +67,7 @@ def made_source(name: str, samples: int, seed: int) -> SourceIndex:
 
 
 def config_of(args: argparse.Namespace) -> DataConfig:
-    """The real global batch: 16,384 rows of 4,096 tokens."""
+    """Return the configuration of the real global batch, by default 16,384 rows of 4,096 tokens."""
     shares = {name: 1.0 for name in SOURCES}
     return DataConfig(
         root="made up",

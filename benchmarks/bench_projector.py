@@ -1,15 +1,16 @@
-"""What the projector's stage is worth: the first loss of joint training with it and without.
+"""Measures the benefit of the projector stage: the first loss of joint training with and without
+it.
 
-The first four stages of `configs/stages/tiny.yaml` (`make stages`), in one process, with a quarter
-of their rows and several seeds of weights and data: a narrow decoder, the encoder by captions
-through it, a wide decoder, and the projector between the two. Then the first step of the joint
-stage, on the same batch with the same encoder and decoder: with that projector, and with one that
-has been drawn.
+Runs the first four stages of `configs/stages/tiny.yaml` (`make stages`) in one process, with a
+quarter of their rows and several seeds of weights and data. The stages train a narrow decoder, the
+encoder on captions through this decoder, a wide decoder, and the projector between the two. Then
+runs the first step of the joint stage twice, on the same batch with the same encoder and decoder:
+with the trained projector, and with a randomly initialized one.
 
-    python -m benchmarks.bench_projector             # projector_cpu.*; the minutes are in it
+    python -m benchmarks.bench_projector             # projector_cpu.*, which states the minutes
     python -m benchmarks.bench_projector --quick     # a minute; figures not to quote
 
-A stage that is done stays in the folder of --work: started again, the benchmark goes on behind it.
+Finished stages stay in the --work folder, and a restarted benchmark reuses them.
 """
 
 import json
@@ -53,7 +54,7 @@ def main() -> None:
     work = (arguments.work or RESULTS.parent.parent / "runs" / name).resolve()
     corpus = corpus_in(work, quick=arguments.quick)
     quiet_libraries()
-    import kimi_pretrain.train  # noqa: F401  # before the forks: it takes seconds
+    import kimi_pretrain.train  # noqa: F401 # slow import, done once before the forks
 
     torch.set_num_threads(1)
     seeds = SEEDS[: 1 if arguments.quick else None]
@@ -63,7 +64,7 @@ def main() -> None:
 
 
 def corpus_in(work: Path, *, quick: bool) -> Path:
-    """Return the demo's corpus; it is made unless an earlier try has made it."""
+    """Return the demo's corpus, which is built unless an earlier try has built it."""
     corpus, built = work / "corpus", work / "corpus_built"
     if not built.exists():
         shutil.rmtree(corpus, ignore_errors=True)
@@ -74,7 +75,7 @@ def corpus_in(work: Path, *, quick: bool) -> Path:
 
 
 def of_seed(work: Path, corpus: Path, seed: int, *, quick: bool) -> dict[str, Any]:
-    """Train the stages of a seed; returns the first losses of the joint stage, and seconds."""
+    """Train the stages of a seed; return the first losses of the joint stage, and the seconds."""
     settings = [*ONE_PROCESS, f"data.root={corpus}", f"data.seed={seed}", f"train.seed={seed}"]
     if quick:
         settings.append("train.steps=2")
@@ -97,22 +98,22 @@ def of_seed(work: Path, corpus: Path, seed: int, *, quick: bool) -> dict[str, An
 
 
 def without(config: Config, stages: Mapping[str, PlannedStage]) -> Config:
-    """Return the joint stage that takes what the projector's stage took, and begins there."""
+    """Return the joint stage's config, changed to start from the projector stage's inputs."""
     taken = stages["projector"].config.train
     keys = ("start_from", "vision_weights", "vision_part")
     return config.replace(train=config.train.replace(**{k: getattr(taken, k) for k in keys}))
 
 
 def done(stage: PlannedStage) -> float:
-    """Train a stage unless an earlier try has; returns its seconds of processor time."""
+    """Train a stage unless an earlier try has finished it; return its CPU seconds."""
     told = stage.folder / "processor_seconds.json"
-    if not told.exists():  # written last
+    if not told.exists():  # written last, so it marks a finished stage
         told.write_text(json.dumps(in_a_fork(stage.config, stage.folder)))
     return json.loads(told.read_text())
 
 
 def in_a_fork(config: Config, folder: Path) -> float:
-    """Train a run anew in a fork: gloo's threads end with it."""
+    """Train a run from scratch in a fork, because gloo's threads end only with their process."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     with multiprocessing.get_context("fork").Pool(1) as pool:
@@ -131,7 +132,7 @@ def _trained(config: Config, folder: Path) -> float:
 
 
 def targets(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what must hold, with what was found."""
+    """Return the targets with the measured values."""
     apart = [run["with"]["loss"] - run["without"]["loss"] for run in runs]
     return [
         {
@@ -143,7 +144,7 @@ def targets(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def page(found: Found) -> str:
-    """Return the results as a page to read."""
+    """Return the results as a Markdown page."""
     names = list(found["seeds"][0]["with"]["by_source"])
     rows = [
         [run["seed"], form, f"{run[form]['loss']:.3f}", *(_told(run[form], n) for n in names)]

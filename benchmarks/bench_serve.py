@@ -1,12 +1,13 @@
-"""The page of the data platform at size: how long its pages take over 10 M samples, and its memory.
+"""Measures page times and server memory of the data platform over 10 M samples.
 
-The made-up sources of `bench_facts`, served by the command as a person would start it. Pages are
-asked for one after the other, in an order of chance, by one signed-in person: the grid with each
-filter and from places deep in the sources, searches in keys, counts, samples by their keys. One
-more source, a tenth as large as all of these together, has bytes: each sample of it the same
-document and photograph, so that pages of single samples, another one each time, read a piece of the
-index, the shard, and decode. Pages of steps are not among them: what they take is planning.
-Targets: p95 <= 250 ms, the server's memory <= 512 MB, on two idle cores. Writes a result file and a
+Serves the synthetic sources of `bench_facts` with the regular command. One signed-in user requests
+the pages one after the other in random order: the grid with each filter and from positions deep in
+the sources, key searches, counts, samples by key. One more source, a tenth as large as all others
+together, has bytes: every sample is the same document and photograph. Pages of single samples, a
+different one each time, therefore read a part of the index and the shard, and decode. Pages of
+steps are left out because planning dominates their time.
+
+Targets on two idle cores: p95 <= 250 ms, the server's memory <= 512 MB. Writes a result file and a
 page.
 
     python benchmarks/bench_serve.py
@@ -66,7 +67,7 @@ SIDES = 1600, 1200
 
 
 def photograph() -> bytes:
-    """A JPEG of about two megapixels, with as much detail as one of a camera."""
+    """Return a JPEG of about two megapixels with as much detail as a camera picture."""
     rng = np.random.default_rng(0)
     y, x = np.mgrid[: SIDES[1], : SIDES[0]] / 100
     waves = np.stack([np.sin(x * k + y * y / (k + 1)) for k in range(3)], axis=2)
@@ -77,7 +78,7 @@ def photograph() -> bytes:
 
 
 def write_photos(root: Path, samples: int) -> None:
-    """Write the source whose samples all have the same bytes, at the begin of every shard."""
+    """Write the source whose samples all use the same bytes, at the start of every shard."""
     picture = photograph()
     document = json.dumps(
         {
@@ -91,7 +92,7 @@ def write_photos(root: Path, samples: int) -> None:
     ).encode()
 
     def make(name: str, first: int, count: int, shards: tuple[ShardInfo, ...]) -> SourceIndex:
-        part = part_of("captions", first, count, shards)  # of one picture each
+        part = part_of("captions", first, count, shards)  # captions have one picture each
 
         def same(column: str, value: int) -> NDArray[Any]:
             return np.full_like(getattr(part, column), value)
@@ -113,7 +114,7 @@ def write_photos(root: Path, samples: int) -> None:
 
 
 def addresses(sources: dict[str, int], category: str) -> dict[str, list[str]]:
-    """Return what a page is -> its addresses, one for each round."""
+    """Return the addresses of each kind of page, one for each round."""
     asked = {name: [address] * ROUNDS for name, address in fixed(sources, category).items()}
     some, rng = (random.Random(seed) for seed in (1, 2))
     for name, address in {
@@ -130,7 +131,7 @@ def addresses(sources: dict[str, int], category: str) -> dict[str, list[str]]:
 
 
 def fixed(sources: dict[str, int], category: str) -> dict[str, str]:
-    """Return what a page over facts is -> its address."""
+    """Return the address of each page that reads only facts."""
     large = max(sources, key=lambda name: sources[name])
     deep = f"{large}:{sources[large] * 2 // 3}"
     return {
@@ -159,7 +160,7 @@ def fixed(sources: dict[str, int], category: str) -> dict[str, str]:
 
 @contextmanager
 def served(root: Path, facts: Path) -> Iterator[tuple[int, str]]:
-    """Run the command; yields its process and the address that it prints."""
+    """Run the command; yield its process id and the address that it prints."""
     env = os.environ | {"KIMI_PRETRAIN_FACTS": str(facts)}
     env.pop("KIMI_PRETRAIN_CATALOG", None)
     words = [sys.executable, "-m", "launch.cli", "data", "serve", str(root)]
@@ -175,7 +176,7 @@ def served(root: Path, facts: Path) -> Iterator[tuple[int, str]]:
 
 
 class Person:
-    """Who looks at the page."""
+    """A signed-in user of the page."""
 
     def __init__(self, address: str) -> None:
         split = urlsplit(address)
@@ -190,7 +191,7 @@ class Person:
         self._cookie = headers["set-cookie"].partition(";")[0]
 
     def get(self, path: str) -> float:
-        """Return the seconds that an answer took."""
+        """Return the seconds that an answer takes."""
         seconds, (status, body, _) = timed(lambda: self._ask(path))
         if status not in (200, 303):
             raise SystemExit(f"{path}: {status}: {body[-300:]!r}")
@@ -206,7 +207,7 @@ class Person:
 
 
 def most_memory(pid: int) -> int:
-    """Return the most memory that a process had resident, in bytes."""
+    """Return the peak resident memory of a process, in bytes."""
     status = Path(f"/proc/{pid}/status").read_text()
     match = re.search(r"VmHWM:\s+(\d+) kB", status)
     assert match is not None

@@ -1,17 +1,17 @@
-"""What sharing one item between two processes costs: the measure behind `dep.split_efficiency`.
+"""Measures the cost of sharing one item between two processes, for `dep.split_efficiency`.
 
-Two gloo processes of one thread each, three turns for every item:
+Two gloo processes of one thread each take three turns for every item:
 
     alone    one process encodes the whole item, the other sleeps
-    both     both encode a whole item each, at the same time: what the two could do without sharing
+    both     both encode a whole item each at the same time: the throughput without sharing
     split    both encode one item together (kimi_pretrain/dep/sharded.py)
 
-A turn is a training step's work: forward without a graph, recompute, backward. Efficiency is
-seconds(both) / (2 * seconds(split)). `of_cpu` is the same from CPU seconds: what the exchange
-itself takes, without waiting for the other process. Where others use the machine too, seconds say
-nothing: `share_of_cores` is CPU seconds over seconds, and below 0.9 in the turns without an
-exchange the efficiencies of seconds are left out. Each figure is the best of its repeats. Outputs
-are compared before anything is timed. Writes a result file.
+A turn does the work of a training step: forward without a graph, recompute, backward. Efficiency is
+seconds(both) / (2 * seconds(split)). `of_cpu` is the same ratio in CPU seconds: it includes the
+work of the exchange, but not the wait for the other process. Wall-clock seconds are unreliable on a
+busy machine. `share_of_cores` is CPU seconds over wall-clock seconds. If it is below 0.9 in the
+turns without an exchange, the wall-clock efficiencies are omitted. Each figure is the best of its
+repeats. Outputs are compared before anything is timed. Writes a result file.
 
     python benchmarks/bench_split.py
     python benchmarks/bench_split.py --patches 4096 --repeats 5
@@ -39,7 +39,7 @@ from moonvit3d.config import MoonViTConfig
 from moonvit3d.model import VisionEncoder, initialise
 
 PARTS = 2
-UNDISTURBED = 0.9  # share of the cores below which seconds are not compared
+UNDISTURBED = 0.9  # share of the cores below which wall-clock seconds are not compared
 CONFIG = MoonViTConfig(
     width=432, depth=1, heads=6, mlp_width=1612, pos_init_std=0.02, out_width=1024
 )
@@ -47,7 +47,7 @@ RESULT = Path(__file__).parent / "results" / "split_cpu.json"
 
 
 def grid_of(patches: int) -> tuple[int, int, int]:
-    """The square image of so many patches."""
+    """Return the grid of a square image with this number of patches."""
     side = math.isqrt(patches)
     if side * side != patches or side % 2:
         raise SystemExit(f"--patches {patches}: want the square of an even number")
@@ -55,24 +55,24 @@ def grid_of(patches: int) -> tuple[int, int, int]:
 
 
 def split_bytes(patches: int, config: MoonViTConfig, parts: int, itemsize: int) -> int:
-    """Return the bytes that one member sends to others in a forward pass.
+    """Return the bytes that one member sends to the others in a forward pass.
 
-    A recompute sends as many again, and a backward too. The pixels, which the block's first rank
-    scatters once, are not in it: 588 bytes a patch.
+    A recompute and a backward pass each send the same amount again. The count excludes the pixels
+    (588 bytes per patch), which the block's first rank scatters once.
 
     Args:
-        patches: of the whole item.
+        patches: patches of the whole item.
         config: sizes of the encoder.
         parts: members of the block.
-        itemsize: bytes of a number: 2 for bfloat16, 4 for float32, 8 for float64.
+        itemsize: bytes per number: 2 for bfloat16, 4 for float32, 8 for float64.
     """
     own = -(-patches // parts)
-    sent = 4 * own * config.width * (parts - 1) // parts  # q, k and v one way, the result back
+    sent = 4 * own * config.width * (parts - 1) // parts  # q, k and v go out, the result comes back
     return config.depth * sent * itemsize
 
 
 class Exchanges:
-    """Adds up the seconds inside all-to-alls, waiting for the other process included."""
+    """Total seconds spent in all-to-alls, including the wait for the other process."""
 
     def __init__(self):
         self.seconds, self.plain = 0.0, dist.all_to_all_single
@@ -85,7 +85,7 @@ class Exchanges:
 
 
 class Item:
-    """One item on this process, whole and shared."""
+    """One item on this process, both whole and shared."""
 
     def __init__(self, patches: int, group: dist.ProcessGroup, exchanges: Exchanges):
         self.grid, self.group, self.exchanges = grid_of(patches), group, exchanges
@@ -103,14 +103,14 @@ class Item:
         return self.module(self.whole, [self.grid])
 
     def check(self) -> float:
-        """How far this process's shared tokens are from the unshared ones."""
+        """Return the relative distance between shared and unshared tokens of this process."""
         with torch.no_grad():
             found, expected = self.encode("split"), self.encode("both")
         own = sharded.token_range(len(expected), PARTS, self.group.rank())
         return float((found - expected[own.start : own.stop]).norm() / expected.norm())
 
     def measure(self, turn: str) -> dict[str, float]:
-        """Seconds of the forward and of the whole step on this process; zeros for a sleeper."""
+        """Return the seconds of a turn on this process, which are about zero if it sleeps."""
         self.module.zero_grad(set_to_none=True)
         dist.barrier()
         self.exchanges.seconds = 0.0
@@ -126,7 +126,7 @@ class Item:
 
 
 def together(measured: dict[str, float]) -> dict[str, float]:
-    """The slower process's seconds; CPU seconds of both."""
+    """Return the seconds of the slower process and the CPU seconds of both."""
     largest = torch.tensor(list(measured.values()), dtype=torch.float64)
     total = largest.clone()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
@@ -136,7 +136,7 @@ def together(measured: dict[str, float]) -> dict[str, float]:
 
 
 def best(runs: list[dict[str, float]], turn: str) -> dict[str, float]:
-    """The best of each figure, but for the exchange, which is that of the best step."""
+    """Return the best of each figure. The exchange time is the one of the fastest step."""
     found = {name: min(run[name] for run in runs) for name in runs[0]}
     found["exchange"] = min(runs, key=lambda run: run["step"])["exchange"]
     if turn != "split":
@@ -148,7 +148,7 @@ def bench(patches: int, repeats: int, group: dist.ProcessGroup, exchanges: Excha
     item = Item(patches, group, exchanges)
     apart = item.check()
     runs: dict[str, list[dict[str, float]]] = {"alone": [], "both": [], "split": []}
-    for _ in range(repeats):  # in turns, so that a busy moment hits all three
+    for _ in range(repeats):  # interleaved, so that a load spike affects all three turns
         for turn, seen in runs.items():
             seen.append(together(item.measure(turn)))
     turns = {turn: best(seen, turn) for turn, seen in runs.items()}

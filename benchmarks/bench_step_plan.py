@@ -1,12 +1,12 @@
-"""Predicted steps against measured ones: `plan --step` on CPU processes of real arithmetic.
+"""Compares the step times that `plan --step` predicts with measured ones, on CPU processes.
 
-Two processes of one thread, each on a core of its own, run small Kimi models in twelve
-configurations of sizes, layouts and shares of media. Each is calibrated in the same run, its steps
-are predicted, and measured. A run takes minutes and wants a quiet machine.
+Two processes of one thread, each pinned to a core, run small Kimi models in twelve configurations
+of sizes, layouts and media shares. The same run calibrates each configuration, predicts its steps
+and measures them. A run takes minutes and needs a quiet machine.
 
     python benchmarks/bench_step_plan.py               # the committed results
     python benchmarks/bench_step_plan.py --quick       # seconds; figures not to quote
-    python benchmarks/bench_step_plan.py --only dp2    # configurations whose names have it
+    python benchmarks/bench_step_plan.py --only dp2    # configurations with dp2 in their names
 
 The last two write to runs/bench_step_plan, so that the committed results stay.
 """
@@ -36,20 +36,20 @@ from kimi_pretrain.config import load_config
 
 CONFIG = ROOT / "benchmarks" / "dep" / "config.yaml"
 RESULT = RESULTS / "step_plan_cpu.json"
-ASIDE = ROOT / "runs" / "bench_step_plan"  # for what is no whole run
+ASIDE = ROOT / "runs" / "bench_step_plan"  # for partial runs
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured.
+    """Scope of the measurement.
 
     Attributes:
         cases: configurations.
-        overrides: of all of them.
-        steps: timed in each.
-        calibrate_seconds: bound on each half of the calibration: passes, and the encoder.
-        every: takes every n-th document of the mix.
-        quick: whether the figures mean nothing.
+        overrides: config overrides of all configurations.
+        steps: timed steps of each configuration.
+        calibrate_seconds: time limit of each half of the calibration: passes, and the encoder.
+        every: use every n-th document of the mix.
+        quick: True for a smoke run, whose figures mean nothing.
     """
 
     cases: Sequence[Case] = CASES
@@ -91,7 +91,7 @@ def parse() -> argparse.Namespace:
 
 
 def plan_of(arguments: argparse.Namespace) -> Plan:
-    """Return what is measured."""
+    """Return the plan that the arguments select."""
     if arguments.quick:
         tiny = [Case(layout, "64", 2, rows=4, media=0.15) for layout in (PP, EP)]
         return Plan(tiny, QUICK, 2, 4.0, 10, quick=True)
@@ -102,7 +102,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
 
 
 def measure(work: Path, plan: Plan) -> list[dict[str, Any]]:
-    """Make the data and run the cases, each in processes of its own; returns what each wrote."""
+    """Make the data, run each case in new processes and return the results of each."""
     mix = work / "mix"
     if work.exists() and any(work.iterdir()):
         sys.exit(f"error: --work {work} is not empty; give a folder of its own")
@@ -133,7 +133,7 @@ def measure(work: Path, plan: Plan) -> list[dict[str, Any]]:
 def results(
     raw: list[dict[str, Any]], plan: Plan, load: list[float], seconds: float
 ) -> dict[str, Any]:
-    """Return everything for JSON: about, targets, figures, and what they were made from."""
+    """Return all results for JSON: metadata, targets, figures and raw data."""
     found = summary.summarise(raw)
     return {
         "about": {

@@ -1,16 +1,16 @@
-"""`kimi-pretrain data sync` beside rclone: one source from one S3 server to another, in turns.
+"""Benchmarks `kimi-pretrain data sync` against rclone, from one S3 server to another.
 
-Both servers are SeaweedFS on the loopback and share the disk and the cores with the programs, so
-the rate says how much of the machine a copy costs, not what a network gives. Round by round, each
-into a prefix of its own:
+Both servers are SeaweedFS on the loopback interface and share the disk and the cores with the
+programs. The rate therefore shows how much of the machine a copy costs, not the speed of a network.
+Every round runs these commands, rclone and `data sync` into separate prefixes:
 
     rclone        `rclone copy`, as many files at a time; it compares sizes, and MD5 where it can
     sync          the command, from its start to its end: SHA-256 on both sides, journal, manifest
     again         the same command with nothing to do
     compare       the same with --verify-only: all bytes of both sides
 
-and the requests of a sync with nothing to do, counted by the store. Without a program `rclone` its
-part is left out. A run takes some minutes.
+The benchmark also counts the requests of a sync with nothing to do. If `rclone` is not installed,
+its part is left out. A run takes some minutes.
 
     python benchmarks/bench_sync.py            # the committed results
     python benchmarks/bench_sync.py --quick    # half a minute; figures not to quote
@@ -44,12 +44,12 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "sync_cpu.json"
 BUCKET, NAME = "bench-sync", "bulk"
 PARALLEL = 8
-TARGET = 0.7  # of rclone's rate
+TARGET = 0.7  # fraction of rclone's rate
 WAYS = ("rclone", "sync", "again", "compare")
 
 
 def make(folder: Path, shards: int, size: int) -> FolderStore:
-    """A source of random shards, and the tokenizer that it was counted with."""
+    """Build a source of random shards, and the tokenizer that counted its tokens."""
     store = FolderStore(folder)
     ranks = train_ranks(["a text of the benchmark"] * 9, 260)
     store.put("tokenizer/tokenizer.tiktoken", ranks)
@@ -60,7 +60,7 @@ def make(folder: Path, shards: int, size: int) -> FolderStore:
 
 
 class Servers:
-    """Two S3 servers, and what the programs need to know of them."""
+    """Two S3 servers, and the credentials and endpoints that the programs need."""
 
     def __init__(self, folder: Path, source: S3Server, target: S3Server) -> None:
         self._servers = {"a": source, "b": target}
@@ -114,7 +114,7 @@ class Servers:
 
 
 def seconds(line: list[str], environment: dict[str, str]) -> tuple[float, float]:
-    """Return the wall clock's and the processor's seconds of a command."""
+    """Return the wall-clock seconds and the CPU seconds of a command."""
     before, begun = os.times(), time.monotonic()
     subprocess.run(line, env=environment, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     took, after = time.monotonic() - begun, os.times()
@@ -136,7 +136,7 @@ def empty(store: Store) -> None:
 
 
 def measure(servers: Servers, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of each way, round by round; who begins changes."""
+    """Return the seconds of each command in each round. The tool that runs first alternates."""
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
 
     def ours(prefix: str) -> None:
@@ -160,7 +160,7 @@ def measure(servers: Servers, rounds: int) -> dict[str, list[tuple[float, float]
 
 
 def requests_of_nothing(servers: Servers) -> dict[str, int]:
-    """Requests to both servers of a sync with nothing to do."""
+    """Return the requests to both servers of a sync with nothing to do."""
     sync(servers.store("a", "a"), servers.store("b", "noop"), [NAME])
     source, target = servers.store("a", "a"), servers.store("b", "noop")
     sync(source, target, [NAME])
@@ -168,7 +168,7 @@ def requests_of_nothing(servers: Servers) -> dict[str, int]:
 
 
 def document(report: dict[str, Any]) -> str:
-    """The results as a page."""
+    """Return the results as a Markdown page."""
     found, size = report["summary"], report["bytes"]
     rows = []
     for way, one in found["ways"].items():

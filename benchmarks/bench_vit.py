@@ -1,7 +1,7 @@
-"""MoonViT-3D against transformers' Kimi_K25VisionModel: speed and memory, side by side.
+"""Compares MoonViT-3D with transformers' Kimi_K25VisionModel in speed and memory.
 
-Same weights, same items, one process; the two take turns, and each figure is the best of its
-repeats. transformers cannot take several frame counts in one call, so it gets one call for each.
+Both use the same weights and items in one process and take turns. Each figure is the best of its
+repeats. transformers cannot process several frame counts in one call, so it gets one call for each.
 Outputs are compared before anything is timed. Writes a result file with versions and date.
 
     python benchmarks/bench_vit.py                     # 3 of 27 layers on CPU, all layers on CUDA
@@ -40,9 +40,10 @@ Grid = tuple[int, int, int]
 
 
 def heavy_tailed(patches: int, largest: int) -> list[Grid]:
-    """Sizes as measured on a real mixture: log-normal, median 1,660 patches, a tenth above 18,500.
+    """Return grids with the sizes of a real mixture, cut off at `largest` patches.
 
-    Half of the larger ones are video chunks of 2 to 4 frames. Cut off at `largest`.
+    The distribution is log-normal with a median of 1,660 patches; a tenth of the items exceed
+    18,500. Half of the items above 64 patches are video chunks of 2 to 4 frames.
     """
     draw = random.Random(0)
     grids: list[Grid] = []
@@ -57,13 +58,13 @@ def heavy_tailed(patches: int, largest: int) -> list[Grid]:
 
 
 def icons(patches: int, _largest: int) -> list[Grid]:
-    """Small pictures, 28 to 56 pixels a side: 4 to 16 patches."""
+    """Return grids of small pictures, 28 to 56 pixels a side: 4 to 16 patches."""
     draw = random.Random(0)
     return [(1, draw.choice([2, 2, 4]), draw.choice([2, 4, 4])) for _ in range(patches // 9)]
 
 
 def digits(patches: int, _largest: int) -> list[Grid]:
-    """One size, 56 x 56 pixels: 16 patches."""
+    """Return grids of one size, 56 x 56 pixels: 16 patches."""
     return [(1, 4, 4)] * (patches // 16)
 
 
@@ -74,7 +75,7 @@ MIXES = {"heavy_tailed": heavy_tailed, "icons": icons, "digits": digits}
 
 
 def peer(encoder: VisionEncoder) -> torch.nn.ModuleDict:
-    """transformers' tower and projection with the weights of `encoder`."""
+    """Return transformers' tower and projector with the weights of `encoder`."""
     config, weight = encoder.config, next(encoder.parameters())
     vision = kimi.Kimi_K25VisionConfig(
         pos_emb_height=config.pos_grid, pos_emb_width=config.pos_grid,
@@ -82,7 +83,8 @@ def peer(encoder: VisionEncoder) -> torch.nn.ModuleDict:
         hidden_size=config.width, intermediate_size=config.mlp_width,
         rope_parameters={"rope_type": "axial", "rope_theta": config.rope_theta},
     )  # fmt: skip
-    # Its own best: flash-attn where installed, else torch's fused attention item by item.
+    # Use the fastest attention of transformers: flash-attn if installed, otherwise torch's fused
+    # attention item by item.
     flash = weight.is_cuda and transformers.utils.is_flash_attn_2_available()
     vision._attn_implementation = "flash_attention_2" if flash else "sdpa"
     sizes = SimpleNamespace(
@@ -107,13 +109,13 @@ def peer(encoder: VisionEncoder) -> torch.nn.ModuleDict:
 
 
 def _fresh_buffers(vision: Any) -> dict[str, Tensor]:
-    """Tables that are no weights (frequencies, temporal code), which meta construction loses."""
+    """Return non-weight tables (frequencies, temporal code), which meta construction loses."""
     small = kimi.Kimi_K25VisionConfig(**{**vision.to_dict(), "num_hidden_layers": 0})
     return dict(kimi.Kimi_K25VisionModel(small).named_buffers())
 
 
 def calls(encoder: VisionEncoder, other: torch.nn.ModuleDict, grids: list[Grid], chunk: int):
-    """The two functions to compare: pixels are on the device, ready to use, for both."""
+    """Return the two functions to compare. Both start from pixels on the device."""
     weight = next(encoder.parameters())
     sizes = [math.prod(grid) for grid in grids]
     generator = torch.Generator().manual_seed(0)
@@ -128,7 +130,7 @@ def calls(encoder: VisionEncoder, other: torch.nn.ModuleDict, grids: list[Grid],
         groups.append((torch.cat([pieces[i] for i in mine]), table))
 
     def ours() -> list[Tensor]:
-        # Chunks bound the memory where no graph is kept; with one they would only cut it up.
+        # Chunks bound the memory when no graph is kept. With a graph they have no benefit.
         return [encoder(ready, grids, None if torch.is_grad_enabled() else chunk)]
 
     def theirs() -> list[Tensor]:
@@ -139,7 +141,7 @@ def calls(encoder: VisionEncoder, other: torch.nn.ModuleDict, grids: list[Grid],
 
 
 def difference(ours: list[Tensor], theirs: list[Tensor], grids: list[Grid]) -> float:
-    """Relative distance of the outputs; theirs come sorted by frame count."""
+    """Return the relative distance of the outputs; `theirs` is sorted by frame count."""
     order = sorted(range(len(grids)), key=lambda i: grids[i][0])
     pieces = ours[0].split([h * w // 4 for _, h, w in grids])
     one, other = torch.cat([pieces[i] for i in order]).double(), torch.cat(theirs).double()
@@ -157,7 +159,7 @@ def run(call: Callable[[], list[Tensor]], backward: bool) -> None:
 
 
 def matmul_peak(dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of a square matrix product, the best of five."""
+    """Return the FLOP/s of a square matrix product, the best of six."""
     side = 8192 if device.type == "cuda" else 3072
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     best = min(wall_seconds(lambda: a @ b, device) for _ in range(6))
@@ -176,7 +178,7 @@ def measure(args: argparse.Namespace, mix: str, encoder: VisionEncoder, other: A
     for backward in (False, True):
         memory = [peak_bytes(partial(run, call, backward), weight.device) for call in both]
         peak, times = 0.0, [math.inf, math.inf]
-        for _ in range(args.repeats):  # in turns, so that a busy moment hits both
+        for _ in range(args.repeats):  # interleaved, so that a load spike affects both
             peak = max(peak, matmul_peak(weight.dtype, weight.device))
             for side, call in enumerate(both):
                 once = wall_seconds(partial(run, call, backward), weight.device)

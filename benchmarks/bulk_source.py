@@ -1,4 +1,4 @@
-"""A source of shards of any size, without what it takes to ingest so much data."""
+"""A source with shards of any size, written without ingesting that much data."""
 
 import hashlib
 import random
@@ -12,10 +12,10 @@ from data_pipeline.store.open import Store
 
 
 def bulk_source(store: Store, like: str, name: str, count: int, size: int) -> SourceIndex:
-    """Write a source of `count` shards of `size` random bytes each, with the samples of another.
+    """Write a source of `count` shards of `size` random bytes each, with the samples of `like`.
 
-    Index, manifest and hashes belong together; what the index says of samples does not hold for the
-    shards, so it is of use only where shards are moved whole.
+    Index, manifest and hashes are consistent. The shards do not contain the samples that the index
+    lists, so the source is only useful where shards are moved as whole files.
     """
     draw, shards = random.Random(name), []
     for number in range(count):

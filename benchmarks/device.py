@@ -1,4 +1,4 @@
-"""What benchmarks that run on a CPU and on a GPU have in common: time, memory, where they ran."""
+"""Timing, memory and machine helpers for benchmarks that run on both CPU and GPU."""
 
 import argparse
 import os
@@ -17,16 +17,16 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.result import RESULTS, cores, named, versions
 from kimi_pretrain.telemetry.stopwatch import Stopwatch
 
-ASIDE = RESULTS.parent.parent / "runs" / "benchmarks"  # for short forms
+ASIDE = RESULTS.parent.parent / "runs" / "benchmarks"  # for quick runs
 Call = Callable[[], Any]
 
 
 def parser(doc: str | None, stem: str) -> argparse.ArgumentParser:
-    """Return the options that they share.
+    """Return a parser with the options that these benchmarks share.
 
     Args:
-        doc: of the benchmark's module.
-        stem: of its result files.
+        doc: module docstring of the benchmark.
+        stem: file name of its results, without device and suffix.
     """
     made = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -39,10 +39,10 @@ def parser(doc: str | None, stem: str) -> argparse.ArgumentParser:
 
 
 def device_of(arguments: argparse.Namespace) -> torch.device:
-    """Return the device that was asked for, and fill in where the results go.
+    """Return the requested device and fill in the default path of the results.
 
     Raises:
-        SystemExit: it is not there.
+        SystemExit: CUDA is requested but not available.
     """
     folder = ASIDE if arguments.quick else RESULTS
     arguments.out = arguments.out or folder / f"{arguments.stem}_{arguments.device}.json"
@@ -54,7 +54,7 @@ def device_of(arguments: argparse.Namespace) -> torch.device:
 
 
 def about(arguments: argparse.Namespace, device: torch.device, *packages: str) -> dict[str, Any]:
-    """Return what a reader needs to judge the figures; packages that are not there are left out."""
+    """Return the metadata needed to judge the results. Packages that are missing are omitted."""
     return {
         "date": date.today().isoformat(),
         "device": arguments.device,
@@ -67,12 +67,12 @@ def about(arguments: argparse.Namespace, device: torch.device, *packages: str) -
 
 
 def machine(device: torch.device) -> str:
-    """Return such as "NVIDIA H200, 16 cores, x86_64"."""
+    """Return a description of the machine, for example "NVIDIA H200, 16 cores, x86_64"."""
     return f"{torch.cuda.get_device_name(device)}, {cores()}" if device.type == "cuda" else cores()
 
 
 def software(device: torch.device, *packages: str) -> dict[str, str]:
-    """Return versions of this package, Python, torch, other packages, and CUDA where it is used."""
+    """Return versions of this package, Python, torch and others; on CUDA, also CUDA and cuDNN."""
     found = versions(*filter(_installed, ("torch", *packages)))
     if device.type == "cuda":
         found |= {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())}
@@ -88,13 +88,13 @@ def _installed(package: str) -> bool:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def wall_seconds(call: Call, device: torch.device) -> float:
-    """Return the seconds from the call to the end of its work on the device."""
+    """Return the wall-clock seconds from the call until the device has finished its work."""
     synchronise(device)
     start = time.perf_counter()
     call()
@@ -103,9 +103,10 @@ def wall_seconds(call: Call, device: torch.device) -> float:
 
 
 def timed(call: Call, device: torch.device, repeats: int) -> dict[str, float]:
-    """Return the seconds of the first call, of a median one after it, of the least and the most.
+    """Return the seconds of the first call, and the median, minimum and maximum of the later calls.
 
-    The first compiles kernels and makes workspaces. On CUDA seconds are the device's, by events.
+    The first call compiles kernels and allocates workspaces. On CUDA the later calls are timed with
+    CUDA events.
     """
     first, taken = wall_seconds(call, device), []
     for _ in range(repeats):
@@ -117,7 +118,7 @@ def timed(call: Call, device: torch.device, repeats: int) -> dict[str, float]:
 
 
 def peak_bytes(call: Call, device: torch.device) -> int:
-    """Return the highest sum of allocations above what was there before the call."""
+    """Return the peak of allocated bytes above the level before the call."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -138,7 +139,7 @@ def peak_bytes(call: Call, device: torch.device) -> int:
 
 
 def heading(title: str, found: Mapping[str, Any]) -> list[str]:
-    """Return the first lines of a page: its title, and where the figures are from."""
+    """Return the first lines of a page: the title, then date, machine and versions of the run."""
     one = found["about"]
     lines = [f"# {title}: measured on {one['device'].upper()}", ""]
     lines += [

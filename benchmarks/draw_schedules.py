@@ -1,7 +1,7 @@
 """Draws the published learning-rate recipes as the trainer computes them, step by step.
 
-Takes every rate from `learning_rate` at the batch size of the shipped configuration, so a recipe
-that is wrong looks wrong. Also draws the schedule of any configuration:
+Every rate comes from `learning_rate` at the batch size of the shipped configuration, so an error in
+a recipe is visible. Also draws the schedule of any configuration:
 
     python benchmarks/draw_schedules.py                              # docs/pictures/schedules.png
     python benchmarks/draw_schedules.py --config my.yaml --out my.png
@@ -25,12 +25,12 @@ from kimi_pretrain.tools.figures import new_figure, save_figure  # noqa: E402
 SHIPPED = {"Kimi K2": "kimi_k25_1t", "Moonlight": "moonlight_16b_a3b"}
 RATE, BORDER, TEXT = "#1f4e9c", "#9aa5b1", "#4b5563"
 POINTS = 4000
-# Steps drawn past the end, as a part of the schedule: there the rate rests.
+# Steps drawn past the end, as a fraction of the schedule; the rate is constant there.
 AFTER = 0.03
 
 
 def sampled(config: OptimConfig, batch: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and rates; the steps around every border are among them."""
+    """Return tokens and rates, with extra points around every border."""
     borders = [stretch.end // batch for stretch in stretches(config, batch)]
     last = int(total_steps(config, batch) * (1 + AFTER)) + 1
     chosen = set(np.linspace(0, last, POINTS, dtype=int).tolist())
@@ -48,7 +48,7 @@ def draw(axes: Axes, title: str, config: OptimConfig, batch: int) -> None:
         axes.axvline(end, color=BORDER, linewidth=0.8, linestyle=":")
         if stretch.segment.shape == "constant":
             continue
-        # Below a valley, above everything else: where the curve is not.
+        # Place labels away from the curve: below a valley, otherwise above the point.
         valley = after is not None and after.segment.lr > rate
         offset, side = ((-4, -11), "right") if valley else ((4, 5), "left")
         how = {"textcoords": "offset points", "fontsize": 8, "color": TEXT, "ha": side}

@@ -1,8 +1,9 @@
-"""Media items with the sizes of a real mix, and what no assignment of them can beat.
+"""Synthetic media items with the size distribution of a real mix, and lower bounds on makespan.
 
-The mix is 703 real items (captions, pages, screens, charts, videos): language-model tokens per item
-p50 415, p90 4,641, p99 10,549, at most 18,849, the largest tenth with 56% of all tokens. Between
-these quantiles sizes are interpolated on a log scale; the one at 80% is chosen for the 56%.
+The mix has 703 documents (captions, pages, screens, charts, videos), each of which counts as one
+item here. Language-model tokens: p50 415, p90 4,641, p99 10,549, maximum 18,849. The largest tenth
+holds 56% of all tokens. Sizes between these quantiles are interpolated on a log scale; the value at
+80% is chosen to match the 56%.
 """
 
 import numpy as np
@@ -12,13 +13,13 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 QUANTILES = {0.0: 16, 0.5: 415, 0.8: 1_600, 0.9: 4_641, 0.99: 10_549, 1.0: 18_849}  # tokens
-LARGEST = 4_096  # tokens: what the patch limit of a page leaves
+LARGEST = 4_096  # tokens; follows from the patch limit of a page
 PATCHES_PER_TOKEN = 4
 PIGEONS = 64
 
 
 def heavy_tailed_tokens(items: int, seed: int, largest: int = LARGEST) -> Ints:
-    """Return the tokens of made-up items, int64 [items]."""
+    """Return the token counts of synthetic items, int64 [items]."""
     draws = np.random.Generator(np.random.Philox(key=seed)).random(items)
     logs = np.interp(draws, list(QUANTILES), np.log(list(QUANTILES.values())))
     return np.minimum(np.exp(logs).astype(np.int64), largest)
@@ -30,11 +31,11 @@ def simple_bound(costs: Floats, num_ranks: int) -> float:
 
 
 def certified_bound(costs: Floats, num_ranks: int) -> float:
-    """Return a load that some rank has under every assignment; at least the simple bound.
+    """Return a lower bound on the makespan of every assignment, at least the simple bound.
 
-    Pigeonholes: of the k * ranks + 1 largest items k + 1 meet on one rank. And bin packing: the
-    largest capacity for which the items need more bins than there are ranks (bound L2 of Martello
-    and Toth, 1990), found by halving.
+    Two arguments give the bound. Pigeonhole: of the k * ranks + 1 largest items, k + 1 share a
+    rank. Bin packing: bisection finds the largest capacity for which the items need more bins than
+    there are ranks (bound L2 of Martello and Toth, 1990).
     """
     falling = np.sort(costs)[::-1]
     low = simple_bound(costs, num_ranks)
@@ -49,10 +50,11 @@ def certified_bound(costs: Floats, num_ranks: int) -> float:
 
 
 def bins_needed(falling: Floats, capacity: float) -> int:
-    """Return how many bins of a capacity the items need at least.
+    """Return a lower bound on the number of bins of the given capacity that the items need.
 
-    Whatever size p is chosen: items above capacity - p share a bin with none of p or more; others
-    above half of it fill a bin each, and what room they leave is for the items from p to half.
+    The bound holds for every size p. An item larger than capacity - p cannot share a bin with an
+    item of size p or more. Every other item larger than half the capacity occupies one bin; the
+    space left in these bins can take items of size p up to half.
     """
     rising, total = falling[::-1], np.concatenate([[0.0], np.cumsum(falling)])
 

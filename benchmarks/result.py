@@ -1,4 +1,4 @@
-"""What the benchmarks' result files and pages have in common."""
+"""Shared helpers for the benchmarks' result files and pages."""
 
 import json
 import os
@@ -14,13 +14,13 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Return the versions of this package, of Python and of others."""
+    """Return the versions of this package, Python and the given packages."""
     own = {"kimi-pretrain": __version__, "python": platform.python_version()}
     return own | {name: version(name) for name in packages}
 
 
 def processor() -> str:
-    """Return the processor's name where Linux tells it, otherwise its architecture."""
+    """Return the CPU model name from /proc/cpuinfo, or the architecture if it has none."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
@@ -28,12 +28,12 @@ def processor() -> str:
 
 
 def cores() -> str:
-    """Return such as "2 cores, x86_64"."""
+    """Return the core count and architecture, for example "2 cores, x86_64"."""
     return f"{os.cpu_count()} cores, {platform.machine()}"
 
 
 def write(found: Mapping[str, Any], out: Path, page: str | None = None) -> None:
-    """Write the JSON file; and the page beside it, which is also printed."""
+    """Write the JSON file. If a page is given, print it and write it next to the JSON file."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(found, indent=1) + "\n")
     if page is not None:
@@ -43,7 +43,7 @@ def write(found: Mapping[str, Any], out: Path, page: str | None = None) -> None:
 
 
 def named(found: Mapping[str, str]) -> str:
-    """Return versions as text."""
+    """Return package versions as a comma-separated list."""
     return ", ".join(f"{name} {number}" for name, number in found.items())
 
 
@@ -54,16 +54,16 @@ def table(head: Sequence[Any], rows: Sequence[Sequence[Any]]) -> list[str]:
 
 
 def verdicts(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> list[str]:
-    """Return the section of targets: a column for each key of a row, under its title."""
+    """Return the targets section as Markdown lines. `columns` maps row keys to column titles."""
     cells = [[yes(row[key]) if key == "met" else row[key] for key in columns] for row in rows]
     return ["## Targets", "", *table(list(columns.values()), cells), ""]
 
 
 def yes(value: bool | None) -> str:
-    """Return a finding in a word."""
+    """Return yes or no, or "not measured" for None."""
     return "not measured" if value is None else "yes" if value else "no"
 
 
 def spread(value: Mapping[str, float], form: str) -> str:
-    """Return a median with the least and the most."""
+    """Return the median and the range in a number format, as "median (min - max)"."""
     return f"{value['median']:{form}} ({value['min']:{form}} - {value['max']:{form}})"

@@ -1,12 +1,12 @@
-"""What DEP can reach at Kimi K2.5's size, from 8 to 4,096 ranks: a simulation with our own plans.
+"""Simulates DEP at Kimi K2.5's size, from 8 to 4,096 ranks, with the project's own planners.
 
-The language model's pipeline is simulated pass by pass, the data is planned, packed, priced and
-assigned by the project's own code, and speeds are assumed (`benchmarks/sim/assumptions.py`). No GPU
-is needed, none was timed. Writes results/sim_dep.json and .md, the picture of the docs and the
-tables of docs/dep_simulation.md.
+The pipeline of the language model is simulated pass by pass. The project's code plans and packs the
+data, estimates item costs and assigns items to ranks. Device speeds are assumptions
+(`benchmarks/sim/assumptions.py`). No GPU is needed, and nothing was timed on one. Writes
+results/sim_dep.json and .md, the picture of the docs and the tables of docs/dep_simulation.md.
 
     python benchmarks/sim_dep.py               # the committed results, minutes on one core
-    python benchmarks/sim_dep.py --bubbles     # only the tables of work in bubbles, anew
+    python benchmarks/sim_dep.py --bubbles     # update only the tables of work in bubbles
     python benchmarks/sim_dep.py --quick       # seconds; figures not to quote
 """
 
@@ -48,7 +48,7 @@ PICTURE = ROOT / "docs" / "pictures" / "dep_efficiency.png"
 
 
 def simulate(quick: bool) -> dict[str, Any]:
-    """Return everything that was found, ready for JSON."""
+    """Return all results, ready for JSON."""
     begin, mix = time.process_time(), read_mix()
     library = Library(mix)
     cases = []
@@ -78,10 +78,10 @@ def simulate(quick: bool) -> dict[str, Any]:
 
 
 def simulate_bubbles(quick: bool) -> list[dict[str, Any]]:
-    """Return what was found with vision work inside the pipeline's bubbles, ready for JSON."""
+    """Return the results with vision work inside the pipeline's bubbles, ready for JSON."""
     library, cases = Library(read_mix()), []
     for one in bubble_grid(quick):
-        # DEP of today beside them, with costs as far off.
+        # The baseline is DEP without bubbles, at the same cost error.
         off = replace(one.case, assumed=replace(one.case.assumed, cost_scatter=SCATTER))
         today = _plain({"split": run(off, ["split"], library)["split"]}) if not one.chunks else {}
         found = today | run_bubbles(one, library)
@@ -112,7 +112,7 @@ def _say(what: str, found: dict[str, Found]) -> None:
 
 
 def assumptions(mix: Mix) -> dict[str, Any]:
-    """Return every assumption with its value, and what follows from them."""
+    """Return every assumption with its value, and the quantities that follow from them."""
     case = Case(max(STEPS), 0.1, 1)
     config, assumed = config_of(case), case.assumed
     return {
@@ -136,7 +136,7 @@ def assumptions(mix: Mix) -> dict[str, Any]:
 
 
 def layout(ranks: int) -> dict[str, Any]:
-    """Return the layout at so many ranks."""
+    """Return the layout for a number of ranks."""
     case = Case(ranks, 0.1, 1)
     config = config_of(case)
     sizes = config.layout

@@ -1,4 +1,4 @@
-"""Indices of sources that do not exist, for benchmarks and tests of planning."""
+"""Synthetic source indices for benchmarks and tests of planning."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,15 +30,15 @@ def synthetic_index(
     tokenizer_hash: str = "",
     **columns: ArrayLike,
 ) -> SourceIndex:
-    """Build an index of texts and items from plain arrays; a column left out is zero.
+    """Build an index of texts and items from plain arrays. Omitted columns are zero.
 
     Args:
-        text_tokens: [N] tokens of each sample's text.
-        item_ptr: [N+1]; without it there are no items.
-        item_text_before: [M] how many of the sample's text tokens stand before the item.
+        text_tokens: [N] text tokens of each sample.
+        item_ptr: [N+1] offsets of the samples' items; None means no items.
+        item_text_before: [M] text tokens of the sample that precede the item.
         item_prefix: [M] tokens before the item's pads.
-        shards: without it one empty shard for each number in the `shard` column.
-        columns: sample and item columns by name (item_frames is 1 unless given).
+        shards: None creates one empty shard for each number in the `shard` column.
+        columns: sample and item columns by name (`item_frames` defaults to 1).
     """
     text = np.asarray(text_tokens, np.int64)
     known = {**SAMPLE_COLUMNS, **GROUPS["item"]}
@@ -88,14 +88,15 @@ def _pieces(
     before: NDArray[np.int64],
     prefix: NDArray[np.int64],
 ) -> dict[str, Any]:
-    """Piece columns of samples laid out as text, item, text, item, ... text."""
+    """Return the piece columns of samples laid out as text, item, text, item, ... text."""
     items = np.diff(item_ptr)
     pointer = np.concatenate([[0], np.cumsum(2 * items + 1)])
     sample = np.repeat(np.arange(len(text)), items)
     place = pointer[sample] + 2 * (np.arange(len(sample)) - item_ptr[sample]) + 1
     kind = np.full(pointer[-1], PIECE_TEXT, np.int8)
     kind[place] = PIECE_ITEM
-    # Text that ends before each item, and all of it at the last piece; differences are the pieces.
+    # Cumulative text tokens: before each item, and in total at the sample's last piece. Their
+    # differences are the lengths of the text pieces.
     done = np.zeros(pointer[-1] + 1, np.int64)
     done[place - 1], done[pointer[1:] - 1] = before, text
     tokens = np.zeros(pointer[-1], np.int64)

@@ -1,8 +1,8 @@
-"""Sleeps in the place of devices: passes and vision work take as long as they are told to.
+"""Emulates devices with sleeps, so that passes and vision work take a configured time.
 
-The arithmetic of a small model is done as well, so that everything is sent that a run sends. It
-counts as part of the time; a backward pass alone takes it besides. Four processes share two cores
-for it, but not for their sleeps.
+The arithmetic of a small model runs as well, so that all messages of a real run are sent. It counts
+as part of the configured time, except in the backward passes of the pipeline, where it comes on
+top. Four processes share two cores for the arithmetic, but not for their sleeps.
 """
 
 import time
@@ -14,23 +14,23 @@ from kimi_pretrain.dep.encoder import EncoderPass
 from kimi_pretrain.dep.unit_pass import UnitPass
 from kimi_pretrain.engine.backbone import Backbone
 
-BACKWARD = 2.0  # forwards that a backward takes, of a pass and of the encoder
+BACKWARD = 2.0  # backward over forward time, for passes and for the encoder
 
 
 @dataclass(frozen=True)
 class Device:
-    """Seconds of a device.
+    """Timing of an emulated device.
 
     Attributes:
-        forward: of a pass of one virtual stage.
-        patch: of the encoder's forward for each patch.
+        forward: seconds of a forward pass of one virtual stage.
+        patch: seconds of the encoder's forward pass per patch.
     """
 
     forward: float
     patch: float
 
     def emulate(self, backbone: Backbone) -> None:
-        """Have this process take as long, whatever it does."""
+        """Make the passes and the encoder of this process take the configured time."""
         backbone.schedule = self._slow_schedule(backbone.schedule)
         EncoderPass.forward = self._slow(EncoderPass.forward, self._chunks_forward)
         EncoderPass.backward = self._slow(EncoderPass.backward, self._chunks_backward)
@@ -64,8 +64,10 @@ class Device:
         return self._piece_forward(one, 0) * BACKWARD
 
     def _slow_schedule(self, schedule: Callable[..., Any]) -> Callable[..., Any]:
-        """Slow what a schedule calls; whoever counts passes has wrapped it before, and is told of a
-        pass before its sleep.
+        """Return a schedule whose passes take the configured time.
+
+        A wrapper that counts passes must already be installed; it then sees a pass before its
+        sleep.
         """
 
         def run(*, forward_step_func: Callable[..., Any], **options: Any) -> Any:

@@ -41,7 +41,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to run a step; `seen` is told its report."""
+    """One way to run a step; `seen` receives its report."""
 
     run: Callable[[StepBatch], StepReport]
     plan: Callable[[StepBatch], Any]
@@ -49,7 +49,7 @@ class Variant:
 
 
 def main(setup: dict[str, Any], out: Path) -> None:
-    """Run the variants in turns, each on the same rows, and let rank 0 write what it saw."""
+    """Run the variants in turns on the same rows, and let rank 0 write the results."""
     config = load_config(setup["config"], setup["overrides"])
     torch.set_num_threads(1)
     mesh = engine_mesh.start(config.layout, config.train.timeout_seconds)
@@ -68,7 +68,7 @@ def main(setup: dict[str, Any], out: Path) -> None:
         found: dict[str, Any] = {}
         names = list(variants) if batch.plan.step % 2 else list(variants)[::-1]
         for name in names:
-            variants[name].plan(batch)  # as the loader does
+            variants[name].plan(batch)  # before the timing starts, as in the loader
             mesh.barrier()
             began = time.perf_counter()
             report = variants[name].run(batch)
@@ -105,7 +105,7 @@ def _variant(
     step = BubbleStep(config, mesh, model, update, planner)
 
     def seen(batch: StepBatch, report: StepReport) -> None:
-        # With costs that are known there is nothing to learn; those believed half stay so.
+        # Known costs leave nothing to learn, and the halved costs of `HALF` must stay halved.
         if device is None or name == LEARNED:
             times = mesh.all_gather_object(report.bubble_times)
             planner.learning.add(batch.plan.step, times)

@@ -1,4 +1,4 @@
-"""What the disk and torch.save do with the same bytes."""
+"""Baselines for the same bytes: the disk with dd, and torch.save."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ WAYS = {"past the cache": ("oflag=direct", "conv=fsync"), "through the cache": (
 
 
 def write(source: Path, target: Path, way: str) -> float:
-    """Seconds of dd, which writes a file of memory to the disk and waits until it is there."""
+    """Return the seconds that dd takes to write a file from memory and sync it to the disk."""
     command = ["dd", f"if={source}", f"of={target}", "bs=16M", *WAYS[way]]
     seconds = _timed(command)
     target.unlink()
@@ -21,12 +21,12 @@ def write(source: Path, target: Path, way: str) -> float:
 
 
 def read(files: Iterable[Path]) -> float:
-    """Seconds of dd, which reads files past the cache."""
+    """Return the seconds that dd takes to read files past the page cache."""
     return sum(_timed(["dd", f"if={f}", "of=/dev/null", "bs=16M", "iflag=direct"]) for f in files)
 
 
 def save_by_torch(tensors: dict[str, Tensor], target: Path) -> float:
-    """Seconds of torch.save, and until it is on the disk."""
+    """Return the seconds of torch.save until the file is on the disk."""
     start = time.perf_counter()
     with target.open("wb") as file:
         torch.save(tensors, file)
@@ -36,7 +36,7 @@ def save_by_torch(tensors: dict[str, Tensor], target: Path) -> float:
 
 
 def load_by_torch(source: Path, tensors: dict[str, Tensor]) -> float:
-    """Seconds of torch.load into memory that is there already."""
+    """Return the seconds of torch.load into existing tensors."""
     start = time.perf_counter()
     for name, tensor in torch.load(source, weights_only=True).items():
         tensors[name].copy_(tensor)

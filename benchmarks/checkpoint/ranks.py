@@ -1,7 +1,7 @@
-"""One of the processes of the benchmark: saves and loads, in turns with what it is held against.
+"""One process of the checkpoint benchmark: saves and loads, in turns with the baselines.
 
-What a rank holds is like ZeRO-1: state of its own, and weights that all have. Each writes its own
-and its part of the weights.
+State is laid out as in ZeRO-1: each rank has private state, and all ranks have the same weights.
+Each rank writes its private state and its part of the weights.
 """
 
 import json
@@ -28,15 +28,15 @@ from kimi_pretrain.config import load_config
 
 MIB = 1 << 20
 TENSOR_MIB = 16
-OWN_SHARE = 0.75  # of what a rank writes
-# A step is products of such matrices, on one core most of a second: little for a rank that has a
-# GiB to write, whose step is far longer in a real training.
+OWN_SHARE = 0.75  # private share of the bytes that a rank writes
+# A step multiplies such matrices, which takes most of a second on one core. That is short for a
+# rank that writes a GiB; steps of real training are far longer.
 STEP_SIDE, STEP_PRODUCTS = 1536, 6
-STEPS = 4  # without a save
+STEPS = 4  # minimum number of steps without a save
 
 
 class Mesh:
-    """What of the engine's mesh a save asks for."""
+    """The part of the engine's mesh that a save uses."""
 
     device = torch.device("cpu")
 
@@ -53,7 +53,7 @@ class Mesh:
 
 
 def held(rank: int, world_size: int, mib: int) -> dict[str, Tensor]:
-    """Tensors of which each rank writes `mib` MiB."""
+    """Return tensors of which each rank writes `mib` MiB."""
     draw = torch.Generator().manual_seed(rank)
     count = max(1, round(mib * OWN_SHARE / TENSOR_MIB))
     both = max(1, round(mib * (1 - OWN_SHARE) / TENSOR_MIB)) * world_size
@@ -66,7 +66,7 @@ def held(rank: int, world_size: int, mib: int) -> dict[str, Tensor]:
 
 
 class Measured:
-    """The ranks' figures, round by round."""
+    """Measurements of the ranks, round by round."""
 
     def __init__(self, mesh: Mesh, root: Path, mib: int):
         self.mesh, self.root, self.mib = mesh, root, mib
@@ -82,7 +82,7 @@ class Measured:
         self.matrix = torch.randn(STEP_SIDE, STEP_SIDE)
 
     def together(self, seconds: float) -> float:
-        """The slowest rank's."""
+        """Return the seconds of the slowest rank."""
         return max(self.mesh.all_gather_object(seconds))
 
     def state(self) -> RunState:
@@ -90,7 +90,7 @@ class Measured:
         return RunState(self.step, self.step)
 
     def round(self) -> dict[str, float]:
-        """Seconds of everything once."""
+        """Measure everything once and return the seconds."""
         found: dict[str, float] = {}
         for way in disk.WAYS:
             self.mesh.all_gather_object(None)
@@ -104,14 +104,14 @@ class Measured:
         return found
 
     def _mine(self) -> int:
-        """Tensors of as many bytes as this rank writes."""
+        """Return the number of tensors with as many bytes as this rank writes."""
         return self.mib // TENSOR_MIB
 
     def _file(self, suffix: str) -> Path:
         return self.root / f"rank_{self.mesh.rank}.{suffix}"
 
     def _save(self) -> dict[str, float]:
-        """The synchronous save."""
+        """Return the seconds of a synchronous save."""
         start = time.perf_counter()
         self.saver.begin(self.tensors, self.state())
         self.saver.finish()
@@ -134,21 +134,21 @@ class Measured:
         return found
 
     def _background(self) -> dict[str, float]:
-        """The stall of a save, and what steps take longer while it is written."""
+        """Return the stall of a background save, and the step time without a save and during it."""
         alone = self._steps(lambda: True)
         start = time.perf_counter()
         self.saver.begin(self.tensors, self.state(), lambda name: True)
         begun = time.perf_counter() - start
         self._compute()
         start = time.perf_counter()
-        self.saver.wait_staged()  # the update would come now
+        self.saver.wait_staged()  # the optimizer update would come here
         stall = self.together(begun + time.perf_counter() - start)
         during = self._steps(lambda: self.saver.under_way is None)
         alone = (alone + self._steps(lambda: True)) / 2
         return {"stall": stall, "step": alone, "step while saving": during}
 
     def _steps(self, over: Any) -> float:
-        """Mean seconds of a step; at least `STEPS` of them when nothing is being saved."""
+        """Return the mean seconds of a step, over at least `STEPS` steps if no save is running."""
         least, count, start = (STEPS if self.saver.under_way is None else 1), 0, time.perf_counter()
         while True:
             self._compute()
@@ -167,7 +167,7 @@ class Measured:
 
 
 def work(rank: int, world_size: int, folder: str, mib: int, rounds: int) -> None:
-    """Be one rank; rank 0 leaves `rounds.json`."""
+    """Run as one rank; rank 0 writes `rounds.json`."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size,
@@ -175,7 +175,7 @@ def work(rank: int, world_size: int, folder: str, mib: int, rounds: int) -> None
     )  # fmt: skip
     measured = Measured(Mesh(), Path(folder), mib)
     try:
-        first = measured._background()["stall"]  # takes the memory
+        first = measured._background()["stall"]  # allocates the staging memory
         found = [measured.round() for _ in range(rounds)]
         total = measured.mesh.world_size * mib * MIB
         if rank == 0:
@@ -189,5 +189,5 @@ def work(rank: int, world_size: int, folder: str, mib: int, rounds: int) -> None
 
 
 def rate(size: int, seconds: float) -> float:
-    """GiB a second."""
+    """Return GiB per second."""
     return size / seconds / 2**30 if seconds else math.nan

@@ -1,4 +1,4 @@
-"""Time from the command to the first step of a resumed run, after few and after many steps."""
+"""Time from the command to the first step of a resumed run, after few and many steps."""
 
 import json
 import os
@@ -24,7 +24,11 @@ MODEL = (
 
 
 def measure(folder: Path, steps: list[int], repeats: int) -> dict[str, list[float]]:
-    """Train so many steps each, then resume in turns; steps -> seconds, in new processes."""
+    """Train a run for each number of steps, then resume the runs in turns, in new processes.
+
+    Returns:
+        seconds of each resume, by number of steps.
+    """
     corpus = folder / "corpus"
     corpus.mkdir()
     build_corpus(FolderStore(corpus), size=CORPUS)

@@ -1,8 +1,8 @@
-"""The corpora of the benchmark: noise pictures in the sizes of a real mix, and pages of n images.
+"""Corpora of the DEP benchmark: noise pictures in the sizes of a real mix, and pages of N images.
 
-The mix is that of benchmarks/sim/mix.csv, 703 documents with 858 pictures and clips whose sizes
-have a heavy tail, with each side a quarter as long: tokens then are about a sixteenth, like the
-rows of the small model. What is in a picture costs nothing, so noise will do.
+The mix is that of benchmarks/sim/mix.csv: 703 documents with 858 pictures and clips of heavy-tailed
+sizes. Sides are a quarter as long, so tokens are about a sixteenth, like the rows of the small
+model. The content of a picture does not affect its cost, so noise is enough.
 """
 
 import io
@@ -28,18 +28,18 @@ from data_pipeline.store.open import FolderStore
 from data_pipeline.text import Tokenizer, train_ranks
 from moonvit3d.geometry import KIND_VIDEO, SAMPLE_FPS, TOKEN, PatchLimits
 
-SHRINK = 4  # of each side of the mix
-RANKS = 290  # of the tokenizer
+SHRINK = 4  # divides each side of the mix
+RANKS = 290  # vocabulary size of the tokenizer
 WORDS = "the cat sat on a mat and saw 42 red kites over the old mill while it rained".split()  # noqa: SIM905
 TEXTS, WORDS_OF_TEXT = 400, 60
 WORDS_OF_DOCUMENT = 8
 PAGES = 8  # samples of each source of pages
-LONGEST_WORD = 8  # tokens: texts end with the first word that is too much
-PAGE_IMAGE = (2, 3)  # height and width of their images in tokens: 6 tokens, 24 patches
+LONGEST_WORD = 8  # tokens by which a text may exceed its length
+PAGE_IMAGE = (2, 3)  # height and width of page images in tokens: 6 tokens, 24 patches
 
 
 def small_mix() -> Mix:
-    """Return the mix with its sides shrunk."""
+    """Return the mix with shorter sides."""
     mix = read_mix()
     sides = (np.maximum(1, side // SHRINK) for side in (mix.width, mix.height))
     width, height = sides
@@ -51,8 +51,9 @@ def build_mix(root: Path, config: DataConfig, every: int) -> None:
 
     Args:
         root: an empty folder.
-        config: its limits and row length say where a long document is cut.
-        every: takes every n-th document; 1 for all.
+        config: data configuration; its limits and row length determine where a long document is
+            cut.
+        every: use every n-th document; 1 for all.
     """
     store, generator = FolderStore(root), _generator(7)
     texts = [_words(generator, WORDS_OF_TEXT) for _ in range(TEXTS)]
@@ -65,7 +66,7 @@ def build_mix(root: Path, config: DataConfig, every: int) -> None:
 
 
 def write_tokenizer(store: FolderStore, texts: list[str]) -> Tokenizer:
-    """Train a tokenizer on the words and keep it in the store."""
+    """Train a tokenizer on the texts and write it to the store."""
     store.put("tokenizer.tiktoken", train_ranks(texts, RANKS))
     return Tokenizer.from_store(store, "tokenizer.tiktoken")
 
@@ -73,7 +74,7 @@ def write_tokenizer(store: FolderStore, texts: list[str]) -> Tokenizer:
 def _documents(
     mix: Mix, config: DataConfig, generator: np.random.Generator
 ) -> Iterator[CrudeSample]:
-    """Yield the mix's documents, cut where they are longer than a row."""
+    """Yield the mix's documents, cut where they exceed a row."""
     limits = PatchLimits(**vars(config.limits))
     cuts = media_source(mix, limits, config.seq_len).item_ptr.tolist()
     for number, (start, end) in enumerate(zip(cuts[:-1], cuts[1:], strict=True)):
@@ -83,7 +84,7 @@ def _documents(
 
 
 def _media(mix: Mix, generator: np.random.Generator) -> Iterator[ImageSegment | VideoSegment]:
-    """Yield pictures, and clips of as many frames as the chunks that follow one another have."""
+    """Yield pictures, and clips with the frames of all their consecutive chunks."""
     frames = 0
     for item in range(len(mix.kind)):
         width, height = int(mix.width[item]), int(mix.height[item])
@@ -102,14 +103,14 @@ def _media(mix: Mix, generator: np.random.Generator) -> Iterator[ImageSegment | 
 
 
 def build_pages(root: Path, counts: list[int]) -> int:
-    """Write sources `pages_N` whose samples have N images each, all samples about equally long.
+    """Write sources `pages_N` whose samples have N images each and about equal length.
 
     Args:
         root: an empty folder.
-        counts: images of a sample, one source for each number.
+        counts: images per sample, one source for each number.
 
     Returns:
-        how long a row must be that holds one sample and no two.
+        the row length that holds one sample but not two.
     """
     store, generator = FolderStore(root), _generator(8)
     texts = [_words(generator, WORDS_OF_TEXT) for _ in range(TEXTS)]
@@ -137,7 +138,7 @@ def _page_image(generator: np.random.Generator) -> ImageSegment:
 
 
 def _text_of(tokenizer: Tokenizer, generator: np.random.Generator, tokens: int) -> str:
-    """Return words that come to about so many tokens."""
+    """Return words that encode to about `tokens` tokens."""
     words: list[str] = []
     ids = 0
     while ids < tokens or not words:
@@ -148,19 +149,19 @@ def _text_of(tokenizer: Tokenizer, generator: np.random.Generator, tokens: int) 
 
 
 def noise(generator: np.random.Generator, frames: int, height: int, width: int) -> np.ndarray:
-    """Return uint8 [frames, height, width, 3]."""
+    """Return random pixels, uint8 [frames, height, width, 3]."""
     return generator.integers(0, 256, (frames, max(1, height), max(1, width), 3), dtype=np.uint8)
 
 
 def png(pixels: np.ndarray) -> bytes:
-    """Return a PNG; noise does not compress, so nothing is tried."""
+    """Return an uncompressed PNG, because noise does not compress."""
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG", compress_level=0)
     return buffer.getvalue()
 
 
 def mp4(frames: np.ndarray) -> bytes:
-    """Return a clip at the rate at which clips are sampled: every frame is taken."""
+    """Return a clip at the rate at which clips are sampled, so that every frame is used."""
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as container:
         stream = container.add_stream(

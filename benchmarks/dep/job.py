@@ -13,7 +13,7 @@ from kimi_pretrain.engine import mesh as engine_mesh
 
 
 def main(parts: list[str], setup: dict[str, Any], out: Path) -> None:
-    """Run parts one after the other and let rank 0 write what they found."""
+    """Run the parts in order and let rank 0 write the results."""
     config = load_config(setup["config"], setup["overrides"])
     torch.set_num_threads(config.train.threads or 1)
     mesh = engine_mesh.start(config.layout, config.train.timeout_seconds)

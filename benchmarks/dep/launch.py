@@ -1,4 +1,4 @@
-"""Starts a benchmark's processes, of one thread each."""
+"""Starts the processes of a benchmark, with one thread each."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from launch.local import torchrun
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROCESSES = 2
-PATIENCE_S = 1800.0  # for a job; only a fault takes as long
+PATIENCE_S = 1800.0  # time limit of a job; only a fault takes this long
 
 
 def run(
@@ -20,13 +20,13 @@ def run(
     variables: Mapping[str, str],
     processes: int = PROCESSES,
 ) -> None:
-    """Run a module in processes that can meet, and wait for them.
+    """Run a module in a group of connected processes and wait for them.
 
     Args:
-        variables: of the environment, beside those that give each process one thread.
+        variables: environment variables, in addition to those that give each process one thread.
 
     Raises:
-        SystemExit: they failed; their output has been seen.
+        SystemExit: a process failed; its output has already been printed.
     """
     nodes = torchrun.Nodes(processes)
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

@@ -1,11 +1,10 @@
-"""The part of the job that measures memory: the mix, and one microbatch with ever more images.
+"""Memory part of the job: the mix, and one microbatch with a growing number of images.
 
-What is counted is the resident memory of the process (VmHWM, started anew by the kernel for each
-phase) above what was resident before the step: weights, gradient buffers, optimizer state and the
-step's pixels are there before. The C library must give memory back when a tensor is freed, or a
-peak would hide under one before it: `settings.GIVING_BACK` makes every block from 16 KiB on a
-mapping of its own, and keeps MKL from saving its buffers. Steps then are slower, so nothing is
-timed here.
+Memory is the resident memory of the process (VmHWM, which the kernel resets for each phase) above
+its level before the step. Weights, gradient buffers, optimizer state and the step's pixels exist
+before the step. The C library must return memory when a tensor is freed; otherwise an earlier peak
+would hide a later one. `settings.GIVING_BACK` makes it map every block of 16 KiB or more
+separately, and keeps MKL from caching its buffers. This slows steps down, so nothing is timed here.
 """
 
 import ctypes
@@ -19,16 +18,16 @@ from data_pipeline.loader import StepBatch
 from kimi_pretrain.config import Config
 from kimi_pretrain.engine.mesh import Mesh
 
-CHUNK = 512  # patches: the curve reaches several chunks a rank
-WARM = (COLOCATED, DEP)  # between them they touch everything there is
+CHUNK = 512  # patches; small enough that the curve reaches several chunks per rank
+WARM = (COLOCATED, DEP)  # together they touch all state
 
 
 def measure(config: Config, mesh: Mesh, pages: dict[str, Any], counts: list[int]) -> dict[str, Any]:
     """Return peaks in bytes above the start of the step, for each rank and phase.
 
     Args:
-        pages: keys of `data` for the sources of pages with N images, one row a microbatch.
-        counts: the Ns.
+        pages: keys of `data` for the sources of pages with N images, one row per microbatch.
+        counts: values of N.
     """
     return {
         "mix": _mix(Bench(config, mesh)),
@@ -40,7 +39,7 @@ def _mix(bench: Bench) -> dict[str, Any]:
     """Return the peaks of every variant on the same rows of the mix."""
     (batch,) = fetch(bench.config, 1)
     variants = {name: bench.variant(name) for name in SETTINGS}
-    for name in WARM:  # makes the optimizer's state and what libraries keep
+    for name in WARM:  # creates the optimizer state and the caches of libraries
         variants[name].run(batch)
     return {name: _peaks(bench.mesh, variant, batch) for name, variant in variants.items()}
 
@@ -64,7 +63,7 @@ def _curve(
             bench = Bench(config, mesh)
             for name in WARM:
                 bench.variant(name).run(batch)
-        names = WARM if points else (*WARM, TEXT_ONLY)  # rows of text are the same every time
+        names = WARM if points else (*WARM, TEXT_ONLY)  # text rows are the same for every N
         peaks = {name: _peaks(mesh, bench.variant(name, config), batch) for name in names}
         points.append(
             {
@@ -84,7 +83,7 @@ def _curve(
 
 
 def _peaks(mesh: Mesh, variant: Variant, batch: StepBatch) -> list[dict[str, int]]:
-    """Return phase -> most bytes above those before the step, on each rank."""
+    """Return the peak bytes above the level before the step, by phase, for each rank."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     mesh.barrier()

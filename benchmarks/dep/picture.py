@@ -1,4 +1,4 @@
-"""Draws the first stage's peak memory against the images of a microbatch."""
+"""Draws the first stage's peak memory against the images per microbatch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from benchmarks.dep.settings import COLOCATED, DEP, TEXT_ONLY
 from benchmarks.dep.targets import FIRST, encoder_peak, step_peak
 
 DPI = 140
-# Colours that people who see few can tell apart too.
+# Colours that colour-blind readers can tell apart.
 LINES = {
     COLOCATED: ("encoder co-located on the first stage", "#b8562f", "s"),
     DEP: ("DEP", "#1f4e9c", "o"),
@@ -20,7 +20,7 @@ MUTED, INSIDE = "#6b7280", "#2f8f7f"
 
 
 def draw(curve: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Write a PNG: the whole step on the left, the phases that DEP adds on the right."""
+    """Write a PNG with the whole step on the left and the phases that DEP adds on the right."""
     figure = Figure(figsize=(9.6, 4.2), dpi=DPI, layout="constrained")
     left, right = figure.subplots(1, 2)
     for name, (label, color, marker) in LINES.items():
@@ -62,7 +62,7 @@ def _line(
 
 
 def _mark_full_chunk(axes: Axes, curve: Sequence[Mapping[str, Any]]) -> None:
-    """Mark from where on a rank's share of the step is more than a chunk."""
+    """Mark the point from which a rank's share of the step exceeds one chunk."""
     ranks = len(curve[0]["peaks"][DEP])
     full = curve[0]["chunk"] * ranks / (curve[0]["microbatches"] * _patches(curve))
     axes.axvline(full, color=MUTED, linestyle=":", linewidth=1)

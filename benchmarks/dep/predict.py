@@ -1,11 +1,11 @@
-"""What the cost model predicts for a step, from what the same run calibrated and timed. Pure.
+"""Predicts step times with the cost model, from calibration and timing in the same run. Pure.
 
-    text only    as measured; its seconds of computing in each stage are measured too
-    co-located   the first stage takes longer for each microbatch, by a forward and a backward of
-                 its media; the later stage waits as the schedule has it (1F1B, `dep.timeline`)
+    text only    as measured; the computing seconds of each stage are measured too
+    co-located   each microbatch adds a forward and a backward of its media to the first stage; the
+                 later stage waits according to the schedule (1F1B, `dep.timeline`)
     DEP          text only + the slowest rank's two forwards and a backward
 
-No time is given to exchanges, sums and plans: that they cost little is part of the prediction.
+The prediction assumes that exchanges, sums and plans take no time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,18 +19,18 @@ from kimi_pretrain.dep.timeline import Schedule, timeline
 from moonvit3d.packing import chunks
 from moonvit3d.rows import BLOCK
 
-BACKWARD = 2 / 3  # of the backbone's computing in a step
+BACKWARD = 2 / 3  # share of the backbone's computing in a step
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """The calibrated encoder of one rank, which computes with one thread.
+    """Calibrated encoder of one rank, which computes with one thread.
 
     Attributes:
         cost: seconds of items: forward, recompute and backward.
-        per_chunk: seconds of starting a chunk.
-        forward_share: of the forward alone.
-        budget: most patches of a chunk.
+        per_chunk: seconds to start a chunk.
+        forward_share: share of one forward pass.
+        budget: maximum patches of a chunk.
     """
 
     cost: CostModel
@@ -43,7 +43,7 @@ class Encoder:
         total = 0.0
         for run in chunks(patches, self.budget):
             mine = np.array(patches[run], dtype=np.int64)
-            filled = -int(mine.sum()) % BLOCK  # the kernels' rows come in whole blocks
+            filled = -int(mine.sum()) % BLOCK  # the kernels process whole blocks of rows
             total += float(self.cost.seconds(mine).sum()) + filled * self.cost.per_patch
             total += self.per_chunk
         return total
@@ -51,11 +51,11 @@ class Encoder:
 
 @dataclass(frozen=True)
 class Backbone:
-    """The pipeline of one replica.
+    """Pipeline of one replica.
 
     Attributes:
-        stage_seconds: computing of each stage in a text-only step.
-        microbatches: of a step.
+        stage_seconds: computing seconds of each stage in a text-only step.
+        microbatches: microbatches of a step.
     """
 
     stage_seconds: Sequence[float]
@@ -65,8 +65,8 @@ class Backbone:
         """Return the seconds of the schedule.
 
         Args:
-            media: (forward, backward) seconds that the first stage takes longer for each
-                microbatch; those that are not given have no media.
+            media: extra (forward, backward) seconds of the first stage for each microbatch;
+                microbatches beyond the list have no media.
         """
         schedule = Schedule(len(self.stage_seconds), 1, self.microbatches)
         each = np.array(self.stage_seconds)[:, None] / self.microbatches
@@ -78,11 +78,11 @@ class Backbone:
 def added(
     work: Mapping[str, Any], encoder: Encoder, backbone: Backbone, colocated: str
 ) -> dict[str, float]:
-    """Return variant -> predicted seconds that a step takes longer than with text only.
+    """Return the predicted extra seconds of each variant's step over a text-only step.
 
     Args:
-        work: of a round, see `timing`: patches by rank of each variant, and by microbatch.
-        colocated: the variant that encodes in the pipeline; all others do it outside.
+        work: work of a round, see `timing`: patches by rank of each variant, and by microbatch.
+        colocated: variant that encodes in the pipeline; all others encode outside it.
     """
     found = {
         name: max(encoder.seconds(patches) for patches in ranks)
@@ -93,7 +93,7 @@ def added(
 
 
 def inside(work: Mapping[str, Any], encoder: Encoder) -> list[tuple[float, float]]:
-    """Return (forward, backward) seconds of each microbatch's media inside the graph."""
+    """Return the (forward, backward) seconds of each microbatch's media inside the graph."""
     share = encoder.forward_share
     whole = [encoder.seconds(patches) for patches in work["microbatches"]]
     return [(seconds * share, seconds * (1 - 2 * share)) for seconds in whole]
@@ -106,17 +106,18 @@ def undisturbed(
     media: Sequence[tuple[float, float]] = (),
     text_only: float = 0.0,
 ) -> float:
-    """Return the seconds of a step whose ranks have a core whenever they could go on.
+    """Return the seconds of a step whose ranks get a core whenever they are ready.
 
-    Every phase takes as long as the rank that computes most in it, the backbone as the schedule has
-    it. That is the step of a quiet machine, as far as seconds of computing are the same there.
+    Every phase takes as long as the rank that computes most in it; the backbone follows its
+    schedule. This is the step time on a quiet machine, provided that computing takes equally long
+    there.
 
     Args:
-        busy: phase -> seconds of computing, of each stage's rank.
-        microbatches: of the step.
-        phase: the backbone's.
+        busy: computing seconds by phase, for the rank of each stage.
+        microbatches: microbatches of the step.
+        phase: name of the backbone phase.
         media: predicted seconds inside the graph; only their proportions matter.
-        text_only: seconds of computing in `phase` of the first stage without them.
+        text_only: computing seconds of the first stage in `phase` without media.
     """
     stages = [rank[phase] for rank in busy]
     if total := sum(map(sum, media)):

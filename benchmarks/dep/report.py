@@ -1,4 +1,4 @@
-"""The results as a page to read. Pure."""
+"""Renders the results as a Markdown page. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,7 +32,7 @@ def page(found: Found) -> str:
 
 
 def disturbed(found: Found) -> str | None:
-    """Return how other work was in the way, or None where the machine was quiet."""
+    """Return a warning if other work disturbed the run, or None if the machine was quiet."""
     load = found["about"]["load_before"][0]
     share = found["timing"]["no_core_share"] if found.get("timing") else 0.0
     if load <= QUIET_LOAD and share <= QUIET_SHARE:

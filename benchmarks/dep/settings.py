@@ -1,19 +1,19 @@
-"""What is compared: the same step with these settings of `dep`."""
+"""Variants of the DEP benchmark: the same step with different settings of `dep`."""
 
 from typing import Any
 
 TEXT_ONLY, COLOCATED, DEP = "text only", "co-located", "DEP"
 SETTINGS: dict[str, dict[str, Any]] = {
-    TEXT_ONLY: {},  # every media token is replaced by a text token, and nothing is encoded
+    TEXT_ONLY: {},  # text replaces every media token, and nothing is encoded
     COLOCATED: {"placement": "colocated"},
     "DEP, by owner": {"assign": "owner"},
     "DEP, by count": {"assign": "round_robin"},
     DEP: {},
 }
-ALONE = "encoder alone"  # not a step: one forward and backward over DEP's shares
+ALONE = "encoder alone"  # not a step: one encoder forward and backward over DEP's assignment
 BACKBONE = "4 backbone"
 
-# For the steps whose memory is measured, see `memory`.
+# Environment of the memory part, see `memory`.
 GIVING_BACK = {
     "MALLOC_MMAP_THRESHOLD_": "16384",
     "MALLOC_TRIM_THRESHOLD_": "16384",
@@ -21,7 +21,7 @@ GIVING_BACK = {
     "MKL_DISABLE_FAST_MM": "1",
 }
 
-# So small that it shows nothing but that everything runs.
+# Too small for meaningful figures; shows only that everything runs.
 QUICK = (
     "model.vision.width=32", "model.vision.depth=1", "model.vision.mlp_width=64",
     "model.vision.out_width=64", "model.vision.heads=2", "model.language.num_layers=2",

@@ -1,7 +1,7 @@
-"""From the rounds to medians, predictions and targets. Pure.
+"""Reduces the rounds to medians, predictions and targets. Pure.
 
-Ratios and differences are taken inside a round, where variants ran on the same rows one after the
-other, and then their median over the rounds.
+Ratios and differences are computed within a round, in which all variants run on the same rows.
+Their medians are then taken over the rounds.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +17,12 @@ Round = Mapping[str, Any]
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the median, the least and the most."""
+    """Return the median, the minimum and the maximum."""
     return {"median": median(values), "min": min(values), "max": max(values)}
 
 
 def over_rounds(rounds: Sequence[Round], what: Callable[[Round], float]) -> dict[str, float]:
-    """Return the spread of a figure of each round."""
+    """Return the spread of a figure over the rounds."""
     return spread([what(one) for one in rounds])
 
 
@@ -32,7 +32,7 @@ def seconds(one: Round, name: str) -> float:
 
 
 def summarise(timing: Mapping[str, Any]) -> dict[str, Any]:
-    """Return everything that the page tells of the timed part."""
+    """Return all figures of the timed part that the page shows."""
     rounds, model = timing["rounds"], timing["model"]
     encoder, backbone = machine(timing)
     guesses = [added(one["work"], encoder, backbone, COLOCATED) for one in rounds]
@@ -68,11 +68,11 @@ def summarise(timing: Mapping[str, Any]) -> dict[str, Any]:
 def ratio(
     steps: Sequence[Mapping[str, float]], guesses: Sequence[Mapping[str, float]]
 ) -> dict[str, Any]:
-    """Return co-located over DEP: measured, predicted from the text-only step, one over the other.
+    """Return co-located over DEP: measured, predicted from the text-only step, and their ratio.
 
     Args:
         steps: seconds of each variant's step, in each round.
-        guesses: what each is predicted to take longer than text only.
+        guesses: predicted extra seconds of each variant over text only.
     """
     measured = [one[COLOCATED] / one[DEP] for one in steps]
     predicted = [
@@ -88,7 +88,7 @@ def ratio(
 
 
 def machine(timing: Mapping[str, Any]) -> tuple[Encoder, Backbone]:
-    """Return what predictions are made from: rank 0's calibration, and the text-only steps."""
+    """Return the inputs of predictions: rank 0's calibration, and the text-only steps."""
     first, model = timing["calibration"][0], timing["model"]
     encoder = Encoder(
         CostModel(**first["cost"]), first["per_chunk"], first["forward_share"],
@@ -105,7 +105,7 @@ def machine(timing: Mapping[str, Any]) -> tuple[Encoder, Backbone]:
 def variant(
     rounds: Sequence[Round], guesses: Sequence[Mapping[str, float]], name: str
 ) -> dict[str, Any]:
-    """Return what is told of one variant; phases and computing are medians, rank by rank."""
+    """Return the figures of one variant. Phases and computing are medians for each rank."""
     guessed = [
         seconds(one, TEXT_ONLY) + (guess[name] if name != TEXT_ONLY else 0.0)
         for one, guess in zip(rounds, guesses, strict=True)
@@ -132,7 +132,7 @@ def _by_rank(rounds: Sequence[Round], name: str, what: Callable[[Any], float]) -
 
 
 def _imbalances(rounds: Sequence[Round], name: str) -> dict[str, Any] | None:
-    """Return max over mean as planned and as it was; None where nothing is encoded by itself."""
+    """Return max over mean, planned and measured; None if only the pipeline encodes."""
     measured = [[_encoding(r) for r in _ranks(one, name)] for one in rounds]
     if not any(sum(ranks) for ranks in measured):
         return None
@@ -143,7 +143,7 @@ def _imbalances(rounds: Sequence[Round], name: str) -> dict[str, Any] | None:
 
 
 def _quiet(one: Round, name: str, encoder: Encoder, model: Mapping[str, Any]) -> float:
-    """Return the step time that a variant's computing seconds come to; see `undisturbed`."""
+    """Return the undisturbed step time of a variant; see `undisturbed`."""
     busy = [r["busy_phases"] for r in _ranks(one, name)]
     if name != COLOCATED:
         return undisturbed(busy, model["microbatches"], BACKBONE)
@@ -152,24 +152,24 @@ def _quiet(one: Round, name: str, encoder: Encoder, model: Mapping[str, Any]) ->
 
 
 def max_over_mean(loads: Sequence[float]) -> float:
-    """Return the slowest rank over the mean; 1.0 without any load."""
+    """Return the slowest rank over the mean, or 1.0 without any load."""
     return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
 
 
 def forward_backward(one: Round, clock: str = "own") -> float:
-    """Return the seconds of the encoder's forward and backward over all items, as a sum.
+    """Return the summed seconds of the encoder's forward and backward over all items.
 
     Args:
-        clock: "own" for the wall's, "busy" for those with a core.
+        clock: "own" for wall-clock seconds, "busy" for seconds with a core.
     """
     return sum(r[clock] for r in _ranks(one, ALONE))
 
 
 def overhead(rounds: Sequence[Round]) -> dict[str, Any]:
-    """Return what DEP costs beyond the encoder's own arithmetic, as shares of its step.
+    """Return the cost of DEP beyond the encoder's arithmetic, as shares of its step.
 
-    The arithmetic is 4/3 of a forward and backward over all items, spread over the ranks evenly.
-    The parts are measured one by one and need not add up to the whole.
+    The arithmetic is 4/3 of a forward and backward over all items, spread evenly over the ranks.
+    The parts are measured separately and need not add up to the whole.
     """
 
     def of(one: Round, what: Callable[[Round], float]) -> float:
@@ -210,7 +210,7 @@ def _imbalance(one: Round) -> float:
 
 
 def _exchange(one: Round) -> float:
-    """Phases 3 and 5 of the rank that waits least in them."""
+    """Return phases 3 and 5 of the rank that waits least in them."""
     return min(r["phases"]["3 hand-over"] + r["phases"]["5 hand-back"] for r in _ranks(one, DEP))
 
 
@@ -223,19 +223,19 @@ def _encoding(rank: Mapping[str, Any]) -> float:
 
 
 def _calibrated(one: Round, encoder: Encoder) -> float:
-    """Return the seconds that the calibration gives for `forward_backward`."""
+    """Return the calibrated seconds for `forward_backward`."""
     whole = sum(encoder.seconds(patches) for patches in one["work"]["encoded"][DEP])
     return whole * (1 - encoder.forward_share)
 
 
 def losses_apart(one: Round) -> float:
-    """Return how far the losses of the steps with media lie apart, over the least of them."""
+    """Return the range of the losses of steps with media, over the smallest of them."""
     losses = [run["loss"] for name, run in one["runs"].items() if name not in (TEXT_ONLY, ALONE)]
     return (max(losses) - min(losses)) / min(losses)
 
 
 def no_core_share(rounds: Sequence[Round]) -> float:
-    """Return the share of all timed seconds in which a rank could have gone on but had no core."""
+    """Return the share of all timed seconds in which a rank was ready but had no core."""
     runs = [run for one in rounds for run in one["runs"].values()]
     waited = sum(rank["no_core"] for run in runs for rank in run["ranks"])
     return float(waited / sum(run["seconds"] * len(run["ranks"]) for run in runs))

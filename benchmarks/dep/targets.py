@@ -1,4 +1,4 @@
-"""What was asked for, what was predicted, what was found. Pure."""
+"""Targets of the DEP benchmark with predicted and measured values. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,23 +12,23 @@ ENCODER_PHASES = ("2 vision forward", "3 hand-over", "5 hand-back", "6 vision ba
 
 
 def step_peak(phases: Mapping[str, int]) -> float:
-    """Return the most memory of a step, in MiB."""
+    """Return the peak memory of a step, in MiB."""
     return max(phases.values()) / MIB
 
 
 def encoder_peak(phases: Mapping[str, int]) -> float:
-    """Return the most memory of the phases that DEP adds, in MiB; 0 where there are none."""
+    """Return the peak memory of the phases that DEP adds, in MiB; 0 if there are none."""
     return max(phases.get(name, 0) for name in ENCODER_PHASES) / MIB
 
 
 def growth(curve: Sequence[Mapping[str, Any]], name: str) -> float:
-    """Return how much the first stage's peak grows from the fewest images to the most, in MiB."""
+    """Return the growth of the first stage's peak from the fewest images to the most, in MiB."""
     first, last = (step_peak(point["peaks"][name][FIRST]) for point in (curve[0], curve[-1]))
     return last - first
 
 
 def targets(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return each target with what was found, and whether it is met."""
+    """Return each target with the predicted and measured values, and whether it is met."""
     rows: list[dict[str, Any]] = []
     if timed := found.get("timing"):
         rows += [_ratio(timed["ratio"]), _overhead(timed["overhead"])]

@@ -1,4 +1,4 @@
-"""The part of the job that times steps: all variants on the same rows, in turns."""
+"""Timing part of the job: all variants on the same rows, in turns."""
 
 import time
 from dataclasses import asdict
@@ -17,23 +17,23 @@ from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.telemetry.phases import seconds_of_phases
 from kimi_pretrain.tools.calibrate import calibrate
 
-SCHEDSTAT = Path("/proc/thread-self/schedstat")  # nanoseconds with a core, ready without one, ...
+SCHEDSTAT = Path("/proc/thread-self/schedstat")  # nanoseconds: running, ready without a core, ...
 
 
 def time_steps(config: Config, mesh: Mesh, rounds: int, seconds: float) -> dict[str, Any]:
-    """Calibrate, then run every variant and the encoder alone `rounds` times, in turns.
+    """Calibrate, then run every variant and the bare encoder `rounds` times, in turns.
 
     Args:
-        config: its `dep.cost` is replaced by what is measured here.
-        rounds: each on other rows, after one on rows that do not count.
-        seconds: bound on the calibration.
+        config: configuration; the calibrated costs replace its `dep.cost`.
+        rounds: rounds that count, each on other rows, after one warm-up round.
+        seconds: time limit of the calibration.
 
     Returns:
-        plain values, for `predict` and `report`.
+        plain values for `predict` and `report`.
     """
-    mesh.barrier()  # ranks calibrate at the same time: so they will encode
+    mesh.barrier()  # ranks calibrate at the same time because they also encode at the same time
     calibrations = _calibrate(config, mesh, seconds)
-    cost = CostConfig(**calibrations[0]["cost"])  # one for all: plans must agree
+    cost = CostConfig(**calibrations[0]["cost"])  # plans of all ranks must agree
     config = config.model_copy(update={"dep": config.dep.model_copy(update={"cost": cost})})
     bench = Bench(config, mesh)
     variants = {name: bench.variant(name) for name in SETTINGS}
@@ -71,7 +71,7 @@ def _calibrate(config: Config, mesh: Mesh, seconds: float) -> list[Any]:
 
 
 def _run(bench: Bench, name: str, variant: Variant, batch: StepBatch) -> dict[str, Any]:
-    """Run one step, or the encoder alone, from one barrier to the next; the same on every rank."""
+    """Run one step or the bare encoder between two barriers; return the same on every rank."""
     vision, mesh = variant.plan(batch), bench.mesh
     mesh.barrier()
     ready, thread, process = ready_seconds(), time.thread_time(), time.process_time()
@@ -101,7 +101,7 @@ def _run(bench: Bench, name: str, variant: Variant, batch: StepBatch) -> dict[st
 
 
 def _work(variants: dict[str, Variant], batch: StepBatch) -> dict[str, Any]:
-    """Return what there was to encode: patches of each item, in the order of the packs."""
+    """Return the work of a batch: patches of each item, in pack order."""
     plans = {name: one.plan(batch) for name, one in variants.items() if name != TEXT_ONLY}
     vision = plans[DEP]
     return {
@@ -121,7 +121,7 @@ def _of_ranks(vision: VisionPlan) -> list[list[int]]:
 
 
 def _of_microbatches(vision: VisionPlan) -> list[list[int]]:
-    """Return the patches of each microbatch's items; with one replica there is one first stage."""
+    """Return the patches of each microbatch's items. One replica has one first stage."""
     spans = vision.spans
     count = int(spans.microbatch.max(initial=-1)) + 1
     return [
@@ -131,7 +131,7 @@ def _of_microbatches(vision: VisionPlan) -> list[list[int]]:
 
 
 def _facts(bench: Bench) -> dict[str, Any]:
-    """Return the sizes that the page tells."""
+    """Return the sizes that the page shows."""
     config = bench.config
     encoder = sum(p.numel() for p in bench.model.encoder.module.parameters())
     mine = sum(view.data.numel() for view in bench.model.backbone.views())
@@ -148,7 +148,7 @@ def _facts(bench: Bench) -> dict[str, Any]:
 
 
 def ready_seconds() -> float:
-    """Return the seconds so far that this thread was ready and had no core; NaN if not told."""
+    """Return the seconds in which this thread was ready but had no core; NaN if unavailable."""
     try:
         return int(SCHEDSTAT.read_text().split()[1]) / 1e9
     except OSError:

@@ -1,4 +1,4 @@
-"""What is compared: one model, and steps over it that differ in `dep` alone."""
+"""Variants of the DEP benchmark: one model, and steps over it that differ only in `dep`."""
 
 import time
 from collections.abc import Iterator
@@ -24,21 +24,21 @@ from moonvit3d.packing import chunks
 
 
 class BusyClock(PhaseClock):
-    """A clock of phases that also tells how long this rank computed in each.
+    """Phase clock that also measures how long this rank computes in each phase.
 
     Attributes:
-        busy: phase -> seconds that the main thread had a core; the rest of a phase is waiting. On a
-            CPU the backward pass runs in the main thread too.
+        busy: seconds by phase in which the main thread had a core; the rest of a phase is waiting.
+            On a CPU the backward pass runs in the main thread too.
     """
 
     def restart(self) -> None:
-        """Begin a new step."""
+        """Start a new step."""
         super().restart()
         self.busy: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure what happens inside under `name`."""
+        """Measure the enclosed code under `name`."""
         start = time.thread_time()
         with super().phase(name):
             yield
@@ -50,9 +50,9 @@ class Variant:
     """One way to run a step.
 
     Attributes:
-        step: runs it.
-        clock: of the step.
-        text_only: media are replaced by text.
+        step: train step.
+        clock: clock of the step.
+        text_only: True if text replaces media.
     """
 
     step: TrainStep
@@ -60,11 +60,11 @@ class Variant:
     text_only: bool
 
     def plan(self, batch: StepBatch) -> VisionPlan:
-        """Plan who encodes what, or remember it."""
+        """Return the vision plan of a batch; repeated calls return the stored plan."""
         return self.step.planner.plan(batch.plan)
 
     def run(self, batch: StepBatch) -> StepReport:
-        """Run a step that was planned before, as the loader does it in a training."""
+        """Run a step whose plan already exists, as in training."""
         return self.step.run(batch, text_only=self.text_only)
 
 
@@ -72,7 +72,7 @@ class Bench:
     """One model, one optimizer, and the variants over them.
 
     Args:
-        config: of the benchmark; its `dep` holds wherever a variant says nothing else.
+        config: configuration of the benchmark; variants override keys of its `dep`.
     """
 
     def __init__(self, config: Config, mesh: Mesh):
@@ -84,7 +84,7 @@ class Bench:
         """Return one of `SETTINGS`.
 
         Args:
-            config: for rows of another source or length than the benchmark's own.
+            config: configuration for rows of another source or length; default: the benchmark's.
         """
         config = config or self.config
         dep = config.dep.model_copy(update=SETTINGS[name])
@@ -94,7 +94,7 @@ class Bench:
         return Variant(step, clock, name == TEXT_ONLY)
 
     def encode_alone(self, vision: VisionPlan, batch: StepBatch) -> None:
-        """Run the encoder forward and backward, once, over this rank's items, and nothing else."""
+        """Run one encoder forward and backward over this rank's items, and nothing else."""
         encoder, items = self.model.encoder, vision.encoded_by(self.mesh.rank).item
         grids = [(int(t), int(h), int(w)) for t, h, w in grids_of(batch.plan)[items]]
         pixels = [batch.media[item] for item in items.tolist()]
@@ -105,8 +105,9 @@ class Bench:
 
 
 def fetch(config: Config, count: int) -> list[StepBatch]:
-    """Return the first steps of a run, each with all its rows and media: whatever a variant needs
-    is there, and nothing is read or decoded while steps are timed.
+    """Return the first steps of a run with all their rows and media.
+
+    Variants then have all inputs in memory, and nothing is read or decoded while steps are timed.
     """
     store = open_data(config.data)
     tokenizer = load_tokenizer(config, store)

@@ -1,10 +1,10 @@
-"""Sources in which most tokens are media, beside text: what an even mixture of both needs.
+"""Sources of the fusion benchmark: media sources that consist mostly of media tokens, and text.
 
-The demo's pages of digits hold 34% media tokens, so no mixture can hold more. Here a picture has
-few words: `walls` are pages of 4 x 4 scans of one digit, with the digit as text, `photos` are parts
-of photographs with what they show. `prose` and `code` are the demo's texts, whole documents, so
-that they fill rows. Of each a `_heldout` source has other scans, other cuts of the same
-photographs, other documents.
+The demo's pages of digits hold 34% media tokens, so no mixture of them can hold more. Here a
+picture has few words: `walls` are pages of 4 x 4 scans of one digit, with the digit as text;
+`photos` are crops of photographs with captions. `prose` and `code` are the demo's texts as whole
+documents, so that they fill rows. Each source has a `_heldout` source with other scans, other crops
+of the same photographs, or other documents.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,20 +23,21 @@ from launch.demo.corpus import TOKENIZER_KEY, VOCABULARY
 from launch.demo.generator import generator
 
 MEDIA, TEXT = ("photos", "walls"), ("code", "prose")
-SIDE = 4  # scans of a wall, each way
-# Answers that a model without eyes has to choose from, and held-out documents of each source.
+SIDE = 4  # scans per side of a wall
+# Number of answers that a model without vision has to choose from, and held-out documents per
+# source.
 CHOICES = {"photos": len(photos.CAPTIONS), "walls": 10}
 HELDOUT = {"photos": len(photos.CAPTIONS), "walls": 50}
-EVERY = 8  # of so many documents of text one is held out
+EVERY = 8  # one in this many text documents is held out
 
 
 def build(folder: Path, *, walls: int, cuts: int, text_bytes: int) -> None:
     """Write all sources and their tokenizer into a folder.
 
     Args:
-        walls: to train on.
-        cuts: of each photograph, to train on.
-        text_bytes: of each source of text, held-out documents included.
+        walls: pages to train on.
+        cuts: crops of each photograph to train on.
+        text_bytes: bytes of each text source, including held-out documents.
     """
     train, heldout = digits.split(digits.load_scans(), 0)
     written = {
@@ -64,7 +65,7 @@ def build(folder: Path, *, walls: int, cuts: int, text_bytes: int) -> None:
 
 
 def walls_of(scans: digits.Scans, purpose: str, count: int) -> Iterator[CrudeSample]:
-    """Yield pages of scans of one digit, each digit as often as the others."""
+    """Yield pages of scans of one digit. All digits occur equally often."""
     for item in range(count):
         rng, digit = generator(0, purpose, item), item % 10
         chosen = rng.choice(np.flatnonzero(scans.labels == digit), SIDE**2)
@@ -78,7 +79,11 @@ def walls_of(scans: digits.Scans, purpose: str, count: int) -> Iterator[CrudeSam
 
 
 def cuts_of(seed: int, count: int) -> Iterator[CrudeSample]:
-    """Yield `count` parts of every photograph; none is the whole, which would be in both."""
+    """Yield `count` crops of every photograph.
+
+    The whole photograph is left out, because it would be in both the training and the held-out
+    source.
+    """
     for sample in photos.photos(seed, per_photo=count + 1):
         picture, told = sample.segments
         assert isinstance(told, TextSegment)
@@ -93,6 +98,6 @@ def texts_of(name: str, documents: Iterable[str]) -> Iterator[CrudeSample]:
 
 
 def _middle(document: str) -> str:
-    """Return a part that stands for a held-out document: its beginning is like all others'."""
+    """Return the middle of a held-out document, because all documents begin alike."""
     half = len(document) // 2
     return document[half : half + 600] or document

@@ -1,4 +1,4 @@
-"""What the runs of the benchmark of fusion say: means, intervals and differences over seeds."""
+"""Means, intervals and differences over seeds for the fusion benchmark."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,21 +13,21 @@ from benchmarks.fusion.corpus import CHOICES, HELDOUT, MEDIA, TEXT
 from benchmarks.fusion.training import ARMS, LR, MIN_LR, RATES, Size
 from benchmarks.result import table, verdicts
 
-# Held-out loss of several sources: the mean of theirs.
+# The held-out loss of several sources is the mean of their losses.
 MEASURES = {
     "text": TEXT, "prose": ("prose",), "code": ("code",), "photos": ("photos",), "walls": ("walls",)
 }  # fmt: skip
 LATER = ("mid", "late")
-# Student's t for 95%, two-sided, by the number of seeds.
+# Student's t for a two-sided 95% interval, by number of seeds.
 T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 COLORS = {"early": "#1f4e9c", "mid": "#b8562f", "late": "#3f7d3a"}
 
 Found = Mapping[str, Any]
-Run = Mapping[str, Any]  # as training.measured returns it
+Run = Mapping[str, Any]  # as returned by training.measured
 
 
 def results(about: Found, size: Size, runs: Sequence[Run]) -> dict[str, Any]:
-    """Return everything for JSON."""
+    """Return all results for JSON."""
     return {
         "about": about,
         "size": asdict(size),
@@ -44,7 +44,7 @@ def results(about: Found, size: Size, runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def interval(values: Sequence[float]) -> dict[str, float | None]:
-    """Return the mean and the half width of its 95% interval; None of a single value."""
+    """Return the mean and the half width of its 95% interval, which is None for a single value."""
     if len(values) < 2:
         return {"mean": mean(values), "half": None}
     half = T95[len(values)] * stdev(values) / math.sqrt(len(values))
@@ -63,14 +63,14 @@ def _losses(run: Run, measure: str) -> list[float]:
 
 
 def _tokens(runs: Sequence[Run], arm: str) -> dict[str, list[float]]:
-    """Return the least and the most of what an arm's runs were trained on."""
+    """Return the minimum and maximum of token counts, steps and media share over an arm's runs."""
     keys = ("text", "vision", "steps", "start", "share")
     values = {key: [run[key] for run in runs if run["arm"] == arm] for key in keys}
     return {key: [min(of), max(of)] for key, of in values.items()}
 
 
 def _guess(run: Run, name: str) -> float:
-    """Return the loss of who knows all answers, but not which picture has which; nats a token."""
+    """Return the loss of guessing among all answers without seeing the picture, nats a token."""
     return math.log(CHOICES[name]) * HELDOUT[name] / run["loss_tokens"][f"{name}_heldout"]
 
 
@@ -80,7 +80,7 @@ def _ends(runs: Sequence[Run], rate: str, arm: str) -> dict[str, Any]:
 
 
 def _more(runs: Sequence[Run], rate: str, arm: str) -> dict[str, Any]:
-    """Return how much more loss an arm ends with than early, inside a seed."""
+    """Return the extra final loss of an arm over early, within a seed."""
     found: dict[str, Any] = {}
     pairs = list(zip(_chosen(runs, rate, arm), _chosen(runs, rate, "early"), strict=True))
     for measure in MEASURES:
@@ -90,10 +90,11 @@ def _more(runs: Sequence[Run], rate: str, arm: str) -> dict[str, Any]:
 
 
 def _dip(runs: Sequence[Run], rate: str, arm: str) -> dict[str, Any]:
-    """Return what happens to the held-out loss of text when media come.
+    """Return the change of the held-out text loss after media start.
 
-    From the last validation before them on. rise: the most that it is above an earlier value.
-    at_end: the last above the lowest. early: the rise of early's from the same validation on.
+    Counting starts at the last validation before the media. `rise` is the largest increase over an
+    earlier value. `at_end` is the last value minus the lowest. `early` is the rise of the early arm
+    from the same validation on.
     """
     found: dict[str, list[float]] = {"rise": [], "at_end": [], "early": []}
     for run, other in zip(_chosen(runs, rate, arm), _chosen(runs, rate, "early"), strict=True):
@@ -106,12 +107,12 @@ def _dip(runs: Sequence[Run], rate: str, arm: str) -> dict[str, Any]:
 
 
 def rise(losses: Sequence[float]) -> float:
-    """Return the most that a loss is above an earlier one."""
+    """Return the largest increase of a loss over an earlier one."""
     return max(a - b for a, b in zip(losses, accumulate(losses, min), strict=True))
 
 
 def targets(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return what makes the arms comparable, with what was found."""
+    """Return the conditions that make the arms comparable, with the measured values."""
     rows = []
     for kind in ("vision", "text"):
         apart = max(_apart([run[kind] for run in runs if run["seed"] == r["seed"]]) for r in runs)
@@ -133,7 +134,7 @@ def _apart(values: Sequence[float]) -> float:
 
 
 def page(found: Found) -> str:
-    """Return the results as a page to read."""
+    """Return the results as a Markdown page."""
     seeds, guess = found["seeds"], found["guess"]
     lines = [
         *where.heading("When media come, in toy form", found),
@@ -204,25 +205,25 @@ def _tokens_row(arm: str, tokens: Found) -> list[str]:
 
 
 def _range(values: Sequence[float], form: str) -> str:
-    """Return the least and the most, once where they are told alike."""
+    """Return the range of values as text, or one value if both ends print the same."""
     return " - ".join(dict.fromkeys(f"{value:{form}}" for value in values))
 
 
 def told(value: Found) -> str:
-    """Return a mean with its interval."""
+    """Return a mean with its interval as text."""
     half = value["half"]
     return f"{value['mean']:.3f}" + ("" if half is None else f" ± {half:.3f}")
 
 
 def compared(value: Found) -> str:
-    """Return a difference with its interval, in brackets where that holds 0."""
+    """Return a difference with its interval as text, in brackets if the interval contains 0."""
     half = value["half"]
     text = f"{value['mean']:+.3f}" + ("" if half is None else f" ± {half:.3f}")
     return f"({text})" if half is None or abs(value["mean"]) <= half else text
 
 
 def draw(found: Found, path: Path) -> None:
-    """Write a PNG: held-out loss along the runs, mean and interval; a column for each rate."""
+    """Write a PNG of mean and interval of the held-out loss along the runs, one column per rate."""
     from matplotlib.figure import Figure
 
     shown = {"text": "text (prose and code)", "photos": "photographs", "walls": "walls of digits"}
@@ -239,7 +240,7 @@ def draw(found: Found, path: Path) -> None:
             axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
             axes.spines[["top", "right"]].set_visible(False)
             if measure == "text":
-                axes.set_ylim(top=6.5)  # what comes before is the same in all arms
+                axes.set_ylim(top=6.5)  # hides the start, which is the same in all arms
             if column == 0:
                 axes.set_ylabel("nats a token")
     for axes in grid[-1]:
@@ -250,7 +251,7 @@ def draw(found: Found, path: Path) -> None:
 
 
 def _draw_arm(axes: Any, runs: Sequence[Run], measure: str, arm: str) -> None:
-    """Draw mean and interval of the validations that all seeds have, and the last one."""
+    """Draw mean and interval of the validations that all seeds have, and of the last one."""
     curves = [(run["curve"], _losses(run, measure)) for run in runs]
     common = min(len(losses) for _, losses in curves) - 1
     points = []

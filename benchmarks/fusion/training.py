@@ -1,11 +1,11 @@
-"""The runs of the benchmark of fusion: when media come, and how many of the tokens are media then.
+"""Runs of the fusion benchmark: when media start, and their share of the tokens from then on.
 
-All runs of a seed have the same number of media tokens and of text tokens, to a hundredth. For that
-a row of text has to be full, and the whole a number of windows of samples whose half and whose four
-fifths are whole numbers, too: a stage begins at the border of a window. A run ends with a whole
-step, of which text alone has a hundredth of all tokens: so of the steps around the end those are
-taken at which the arms are nearest to each other, and where they are not near enough the whole is a
-little smaller or larger, for all arms of the seed alike. Only planning, before anything is trained.
+All runs of a seed have the same numbers of media tokens and of text tokens, within one per cent.
+This requires full text rows, and a total number of sample windows whose half and four fifths are
+integers, because a stage begins at the border of a window. A run ends with a whole step, and a
+text-only step is a hundredth of all tokens. Each arm therefore ends at the nearby step at which the
+arms match best. If they do not match well enough, the total becomes slightly smaller or larger for
+all arms of the seed. All of this is planned before training.
 """
 
 import json
@@ -24,12 +24,13 @@ from data_pipeline.plan.blend import UNITS
 from data_pipeline.plan.planner import Planner
 from kimi_pretrain.config import Config, load_config
 
-# Arm -> when media come, as a share of the tokens, and their share from then on (Table 1 of K2.5).
+# Arm -> start of media as a share of the tokens, and media share from then on (Table 1 of K2.5).
 ARMS = {"early": (0.0, 0.1), "mid": (0.5, 0.2), "late": (0.8, 0.5)}
 VISION = 0.1
 RATES = ("constant", "decaying")
 SEQ_LEN, ROWS, WINDOWS = 256, 4, 40
-# How far apart the arms' tokens may be; the sizes of the whole that are tried until they are so.
+# Largest relative difference between the arms' tokens, and the scales of the total that are tried
+# to reach it.
 APART = 0.006
 SCALES = sorted((i / 200 for i in range(190, 211)), key=lambda scale: abs(scale - 1))
 LR, MIN_LR = 3e-3, 3e-4
@@ -50,12 +51,12 @@ COMMON = (
 
 @dataclass(frozen=True)
 class Size:
-    """How much is trained.
+    """Scope of the training.
 
     Attributes:
-        window: samples packed together; there are WINDOWS of them in a run of text alone.
+        window: samples packed together; a text-only run has WINDOWS such windows.
         every: steps between validations.
-        walls, cuts, text_bytes: of the corpus.
+        walls, cuts, text_bytes: sizes of the corpus.
     """
 
     window: int = 9
@@ -70,12 +71,12 @@ QUICK = Size(window=1, every=4, walls=60, cuts=2, text_bytes=150_000)
 
 @dataclass(frozen=True)
 class Job:
-    """A run that is to be trained.
+    """A run to train.
 
     Attributes:
-        name: of its files.
-        config: with its budget and its learning rate.
-        work: folder of all of them.
+        name: name of its files.
+        config: configuration with token budget and learning rate.
+        work: folder of all runs.
     """
 
     name: str
@@ -88,7 +89,7 @@ class Job:
 
 @dataclass(frozen=True)
 class End:
-    """Where a run may end: so many steps, and the tokens that it is trained on by then."""
+    """Possible end of a run: a step, and the tokens trained on by then."""
 
     step: int
     text: int
@@ -96,7 +97,7 @@ class End:
 
 
 def corpus_in(work: Path, size: Size) -> Path:
-    """Return the corpus' folder; it is made unless an earlier try has made it."""
+    """Return the folder of the corpus, which is built unless an earlier try has built it."""
     corpus, built = work / "corpus", work / "corpus_built"
     if not built.exists():
         shutil.rmtree(corpus, ignore_errors=True)
@@ -107,7 +108,7 @@ def corpus_in(work: Path, size: Size) -> Path:
 
 
 def jobs_of(work: Path, size: Size, seeds: Iterable[int]) -> list[Job]:
-    """Return all runs, a seed after the other."""
+    """Return all runs, ordered by seed."""
     corpus = corpus_in(work, size)
     jobs = []
     for seed in seeds:
@@ -128,7 +129,7 @@ def jobs_of(work: Path, size: Size, seeds: Iterable[int]) -> list[Job]:
 
 
 def _equal(shared: Sequence[str], whole: int) -> tuple[dict[str, list[str]], tuple[End, ...]]:
-    """Return the settings and the ends of all arms, of about `whole` tokens, nearly the same."""
+    """Return settings and ends of all arms with nearly equal tokens, about `whole` in total."""
     found = []
     for scale in SCALES:
         blends = {arm: [*shared, *_blend(arm, scale * whole)] for arm in ARMS}
@@ -146,7 +147,7 @@ def _only_text() -> list[str]:
 
 
 def _blend(arm: str, whole: float) -> list[str]:
-    """Return the settings of an arm's data, `whole` tokens in all."""
+    """Return the data settings of an arm, with `whole` tokens in total."""
     start, share = ARMS[arm]
     shares = "{" + ", ".join(f"{name}: 1" for name in (*MEDIA, *TEXT)) + "}"
     if not start:
@@ -156,7 +157,7 @@ def _blend(arm: str, whole: float) -> list[str]:
 
 
 def _rate(rate: str, steps: int) -> list[str]:
-    """Return the settings of the learning rate of a run of so many steps."""
+    """Return the learning-rate settings of a run with this number of steps."""
     constant, warmup = rate == "constant", steps // 30
     decay = 0 if constant else steps - warmup
     return [
@@ -181,29 +182,29 @@ def _budget(config: Config) -> int:
 
 
 def _ends(config: Config, vision: float) -> list[End]:
-    """Return the ends of a run's steps about which it has had so many media tokens."""
+    """Return the steps at which a run may end, with about `vision` media tokens."""
     planner, ends = _planner(config), list[End]()
     state = planner.state_dict()
     while state["tokens"][1] < 1.05 * vision:
         _, state = planner.plan(state)
         ends.append(End(state["step"], *state["tokens"]))
     about = [end for end in ends if end.vision > 0.95 * vision]
-    return about if len(about) > 1 else ends[-2:]  # steps are wide where a run is short
+    return about if len(about) > 1 else ends[-2:]  # steps of a short run are large
 
 
 def nearest(ends: Sequence[Sequence[End]]) -> tuple[End, ...]:
-    """Return of each arm's ends one, such that their tokens of either kind differ least."""
+    """Return one end of each arm such that the token counts differ least."""
     return min(product(*ends), key=apart)
 
 
 def apart(chosen: Iterable[End]) -> float:
-    """Return the most tokens of some ends over the least, of the kind that differs more."""
+    """Return the ratio of most to fewest tokens among some ends, for the kind that differs more."""
     texts, visions = zip(*((end.text, end.vision) for end in chosen))
     return max(max(texts) / min(texts), max(visions) / min(visions))
 
 
 def finished(job: Job) -> dict[str, Any] | None:
-    """Return a run that an earlier try has finished, if it is one of the very same settings."""
+    """Return an earlier finished run if its configuration is identical, otherwise None."""
     kept = _kept(job)
     earlier = json.loads(kept.read_text()) if kept.is_file() else {}
     same = earlier.get("config") == job.config.model_dump(mode="json")
@@ -215,7 +216,7 @@ def _kept(job: Job) -> Path:
 
 
 def train_one(job: Job) -> str:
-    """Train and keep what came of it; returns the run's name. In a process of its own."""
+    """Train a run in this process, store the results and return the run's name."""
     from kimi_pretrain.train import train
 
     folder = job.work / "runs" / job.name
@@ -239,14 +240,15 @@ def train_one(job: Job) -> str:
 def measured(
     steps: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return what the benchmark keeps of a run's metrics.jsonl and heldout.jsonl.
+    """Return the figures of a run from its metrics.jsonl and heldout.jsonl.
 
-    text, vision: tokens trained on. start: steps before the first media. share: of media in the
-    tokens of the steps after it. curve: of each validation [steps, tokens, {source: loss}].
+    `text` and `vision` are tokens trained on. `start` is the number of steps before the first
+    media. `share` is the media share of the tokens after the first step with media. `curve` has one
+    entry for each validation: [steps, tokens, {source: loss}].
     """
     text, vision = ([line[f"{kind}_tokens"] for line in steps] for kind in ("text", "vision"))
     start = next(number for number, tokens in enumerate(vision) if tokens)
-    # The first step with media may be half text still: a window goes on where the last ended.
+    # The first step with media may still be half text, because a window can start inside a step.
     later = slice(start + 1, None)
     sums = [0, *accumulate(a + b for a, b in zip(text, vision, strict=True))]
     return {

@@ -1,7 +1,7 @@
-"""Runs the tests marked gpu, and writes down each as soon as it has ended.
+"""Runs the tests marked gpu and writes each outcome as soon as the test ends.
 
-Only the files that have such tests are imported: others may need what this machine has not. On CUDA
-a test that is skipped counts as a failure.
+Only files with such tests are imported, because others may need packages that the machine lacks. On
+CUDA a skipped test counts as a failure.
 """
 
 import argparse
@@ -18,14 +18,14 @@ MARK = "pytest.mark.gpu"
 
 
 class Recorder:
-    """A plugin of pytest that writes the outcomes so far after each test."""
+    """pytest plugin that writes the outcomes so far after each test."""
 
     def __init__(self, out: Path, device: str):
         self.tests: list[dict[str, Any]] = []
         self._out, self._device = out, device
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note a test's outcome: of its call, or of what went wrong around it."""
+        """Record the outcome of a test's call, or of a setup or teardown that did not pass."""
         if report.when != "call" and report.outcome == "passed":
             return
         outcome = "failed" if report.failed else report.outcome
@@ -40,7 +40,7 @@ class Recorder:
         self.write()
 
     def write(self) -> None:
-        """Write what is known."""
+        """Write the outcomes so far."""
         counts = Counter(one["outcome"] for one in self.tests)
         about = {"device": self._device}
         found = {"about": about, "counts": dict(counts), "tests": self.tests}
@@ -48,13 +48,13 @@ class Recorder:
 
     @property
     def good(self) -> bool:
-        """Whether there were tests, and each ended as it has to on this device."""
+        """True if there were tests and each had the outcome that this device requires."""
         wanted = "passed" if self._device == "cuda" else "skipped"
         return bool(self.tests) and all(one["outcome"] == wanted for one in self.tests)
 
 
 def marked_files() -> list[Path]:
-    """Return the files that have tests marked gpu, attention's last: it compiles most."""
+    """Return the files with tests marked gpu. Attention comes last because it compiles most."""
     files = [file for file in (ROOT / "tests").rglob("test_*.py") if MARK in file.read_text()]
     return sorted(files, key=lambda file: ("attention" in file.parts, file))
 

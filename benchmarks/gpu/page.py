@@ -1,4 +1,4 @@
-"""The page of `make gpu`: how each part ended, and its main figures, from the result files."""
+"""Page of `make gpu`: outcome and main figures of each part, from the result files."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -15,9 +15,9 @@ def page(found: Found, device: str, folder: Path) -> str:
     """Return the page.
 
     Args:
-        found: what the runner knows.
+        found: results of the runner.
         device: "cuda" or "cpu".
-        folder: where the parts' result files are; those of parts that were not run now count, too.
+        folder: folder of the result files; files of parts that did not run this time are included.
     """
     about = found["about"]
     rows = []

@@ -1,7 +1,7 @@
-"""What `make gpu` runs: each part a process of its own, with a limit of its own.
+"""Parts of `make gpu`. Each part runs in a separate process with a time limit.
 
-The limits add up to less than nine minutes. On a CPU every part has a short form, so that a GPU is
-not needed to find a wrong argument.
+The limits add up to less than nine minutes. Every part has a short form for the CPU, so that wrong
+arguments are found without a GPU.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ MOST_SECONDS = 540
 
 @dataclass(frozen=True)
 class Part:
-    """One process.
+    """One process of `make gpu`.
 
     Attributes:
-        name: also of the result file, NAME_<device>.json.
-        about: what it does.
-        seconds: after which it is ended.
-        command: arguments of Python; "{out}" is the result file.
-        short: the same on a CPU.
+        name: name of the part and of its result file, NAME_<device>.json.
+        about: description.
+        seconds: time limit.
+        command: arguments of Python on CUDA; "{out}" is the result file.
+        short: arguments of Python on a CPU.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Part:
         return [each.format(out=self.result(device, folder)) for each in given]
 
     def result(self, device: str, folder: Path) -> Path:
-        """Return the file that it writes."""
+        """Return the path of the result file."""
         return folder / f"{self.name}_{device}.json"
 
 

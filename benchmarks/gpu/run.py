@@ -1,8 +1,8 @@
-"""Runs all parts of `make gpu`, one after the other, and writes a page of what they found.
+"""Runs all parts of `make gpu`, one after the other, and writes a page of the results.
 
-A part that fails, or takes longer than its limit, is ended with all that it has started, and the
-next goes on. What is known is written after each part. The exit code is the number of parts that
-failed. docs/GPU.md says what is needed.
+A part that fails or exceeds its limit is killed with all its child processes, and the next part
+starts. The results so far are written after each part. The exit code is the number of failed parts.
+docs/GPU.md lists the requirements.
 
     python -m benchmarks.gpu.run                       # on the CUDA device of this machine
     python -m benchmarks.gpu.run --device cpu          # the same code in a short form
@@ -25,12 +25,11 @@ from benchmarks.gpu.page import page
 from benchmarks.gpu.parts import PARTS, Part
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SLOWER = 12  # times the limits where other programs may have the processor, too
-TAIL = 4000  # characters of a failed part's output that the results keep
+SLOWER = 12  # factor on the limits on a CPU, which other programs may use
+TAIL = 4000  # characters of a failed part's output to keep in the results
 
 Start = Callable[[list[str], float], tuple[int | None, str]]
-"""Takes arguments of Python and a limit in seconds; gives the exit code, None for one that was
-ended, and the output."""
+"""Takes Python arguments and a limit in seconds; returns exit code (None if killed) and output."""
 
 
 def main() -> None:
@@ -47,13 +46,13 @@ def main() -> None:
 
 
 def run(parts: Sequence[Part], device: str, folder: Path, start: Start | None = None) -> int:
-    """Run parts; return how many failed.
+    """Run parts and return the number of failures.
 
     Args:
-        parts: in order.
+        parts: parts in order.
         device: "cuda" or "cpu".
-        folder: of the results, and of the page, gpu_<device>.md.
-        start: how a part is run.
+        folder: folder of the results and of the page, gpu_<device>.md.
+        start: function that runs a part.
     """
     from benchmarks.result import write
 
@@ -61,7 +60,7 @@ def run(parts: Sequence[Part], device: str, folder: Path, start: Start | None = 
     found: dict[str, Any] = {"about": _about(device), "parts": {}}
     for part in parts:
         out = part.result(device, folder)
-        out.unlink(missing_ok=True)  # never an older run's beside a failure
+        out.unlink(missing_ok=True)  # a failed part must not show an older result
         limit = part.seconds * (1 if device == "cuda" else SLOWER)
         print(f"== {part.name}: {part.about}, at most {limit:.0f} s", flush=True)
         begin = time.monotonic()
@@ -87,7 +86,7 @@ def run(parts: Sequence[Part], device: str, folder: Path, start: Start | None = 
 
 
 def _about(device: str) -> dict[str, Any]:
-    """Return versions; torch in a process of its own, where a broken one breaks nothing else."""
+    """Return versions, read in a separate process, because importing torch may fail."""
     code = (
         "import torch, json; from benchmarks.device import machine, software;"
         f"d = torch.device({device!r});"
@@ -124,7 +123,7 @@ def _start(arguments: list[str], seconds: float) -> tuple[int | None, str]:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End the process and what it has started: all of its session."""
+    """Kill the session of the process, including all its children."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 

@@ -1,7 +1,7 @@
-"""Collects the wheels that `make gpu` needs beside torch: for Python 3.12 on Linux, x86-64.
+"""Collects the wheels that `make gpu` needs on top of torch, for Python 3.12 on Linux x86-64.
 
-Versions are those of constraints.txt. What is named here is what usual images with torch lack;
-docs/GPU.md lists what they must have. More names may be given:
+Versions come from constraints.txt. The default names are packages that typical torch images lack;
+docs/GPU.md lists the packages that an image must have. Extra names are optional:
 
     python -m benchmarks.gpu.wheels runs/gpu_wheels
     python -m benchmarks.gpu.wheels runs/gpu_wheels einops xxhash
@@ -22,7 +22,7 @@ GLIBC = ("2_28", "2_27", "2_24", "2_17")
 
 
 def command(names: Sequence[str], folder: Path) -> list[str]:
-    """Return the command that downloads wheels of these names; none brings others along."""
+    """Return the command that downloads wheels of these names without their dependencies."""
     tags = [f"manylinux_{glibc}_x86_64" for glibc in GLIBC] + ["manylinux2014_x86_64"]
     return [
         sys.executable, "-m", "pip", "download", "--quiet", "--quiet", "--no-deps",
@@ -33,7 +33,7 @@ def command(names: Sequence[str], folder: Path) -> list[str]:
 
 
 def summary(folder: Path) -> tuple[list[str], int]:
-    """Return a line for each wheel, name, version and size, and the bytes of all."""
+    """Return one line for each wheel (name, version, size), and the total bytes."""
     lines, total = [], 0
     for file in sorted(folder.glob("*.whl")):
         name, version = file.name.split("-")[:2]
@@ -44,7 +44,7 @@ def summary(folder: Path) -> tuple[list[str], int]:
 
 def main(folder: Path, *more: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("*.whl"):  # two versions of one package cannot be installed
+    for old in folder.glob("*.whl"):  # two versions of a package would conflict
         old.unlink()
     if code := subprocess.run(command([*NAMES, *more], folder), check=False).returncode:
         sys.exit(code)

@@ -1,10 +1,10 @@
-"""Runs the jobs of one loader, each in a process of its own.
+"""Runs the jobs of one loader, each in a forked process.
 
     python -m benchmarks.loaders.child SIDE JOBS.json ANSWERS.json
 
-The loader is imported once; then every job is forked off, so that none pays for the imports, none
-inherits another's caches, and one that hangs at its end (some do, joining workers after an early
-stop) is killed with its workers and costs nothing but its own answer.
+The loader is imported once, and every job is then forked. A job therefore does not pay for imports
+or inherit caches. A job that hangs at its end (some do, joining workers after an early stop) is
+killed with its workers and loses only its own answer.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.loaders.job import Answer, Job, Side
 
 PATIENCE_S = 120.0
-# A pass shorter than this is done again, up to so many times, and the one in the middle counts.
+# A pass shorter than `SHORT_S` is repeated, up to `AGAIN` passes, and the median counts.
 SHORT_S, AGAIN = 0.5, 5
 
 
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def _warm_up(side: Side, jobs: list[Job], path: str) -> None:
-    """One pass that does not count: a warm disk is one whose files are in memory."""
+    """Run one pass that does not count, so that the files are in the page cache."""
     warm = [job for job in jobs if job.timed and job.place == "disk" and job.mode == "raw"]
     if warm:
         _forked(side, warm[0], path)
@@ -48,7 +48,7 @@ def _warm_up(side: Side, jobs: list[Job], path: str) -> None:
 
 def _answer(side: Side, job: Job, path: str) -> dict[str, Any]:
     answers = [_forked(side, job, path)]
-    # Not from a server: there a second pass would no longer be a cold one.
+    # Only from disk: a second pass from a server would no longer be cold.
     while job.timed and job.place == "disk" and len(answers) < AGAIN:
         if answers[-1]["error"] or min(answer["end_s"] for answer in answers) > SHORT_S:
             break
@@ -59,7 +59,7 @@ def _answer(side: Side, job: Job, path: str) -> dict[str, Any]:
 def _forked(side: Side, job: Job, path: str) -> dict[str, Any]:
     process = os.fork()
     if process == 0:
-        os.setpgid(0, 0)  # with its workers, to be ended with them
+        os.setpgid(0, 0)  # a process group with its workers, which are killed together
         try:
             answer = run(side, job)
         except BaseException as error:
@@ -90,7 +90,7 @@ def _wait(process: int) -> None:
 
 
 def run(side: Side, job: Job) -> Answer:
-    """The pass, timed from before the loader is built to its last batch."""
+    """Run the pass, timed from before the loader is built to its last batch."""
     os.environ.update(
         RANK=str(job.rank), WORLD_SIZE=str(job.world), LOCAL_RANK=str(job.rank),
         LOCAL_WORLD_SIZE=str(job.world), GLOBAL_RANK=str(job.rank), NNODES="1",

@@ -1,9 +1,9 @@
-"""The same samples in the peers' formats. Runs in the peers' environment.
+"""Converts the samples into the peers' formats. Runs in the peers' environment.
 
     python -m benchmarks.loaders.convert ROOT
 
-reads ROOT/ours/pairs/*.tar and writes ROOT/mds (mosaicml-streaming), ROOT/lit (litdata) and
-ROOT/tar (the same tars, and Energon's description of them). Chunks hold 8 MiB, as the tars do.
+Reads ROOT/ours/pairs/*.tar and writes ROOT/mds (mosaicml-streaming), ROOT/lit (litdata) and
+ROOT/tar (the same tars with Energon's metadata). Chunks hold 8 MiB, like the tars.
 """
 
 import json
@@ -21,7 +21,7 @@ CHUNK_BYTES = 1 << 23
 
 
 def samples(tars: Path) -> Iterator[dict[str, Any]]:
-    """Every sample of the tars: its number, its JPEG, its document as text."""
+    """Yield every sample of the tars: its number, its JPEG and its document as text."""
     for path in sorted(tars.glob("*.tar")):
         with tarfile.open(path) as tar:
             files = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore
@@ -44,7 +44,7 @@ def mosaic(tars: Path, out: Path) -> None:
 def lit(tars: Path, out: Path) -> None:
     import litdata
 
-    # One process, and a generator of all: the chunks hold the samples in their order.
+    # One process with one generator keeps the samples in order across chunks.
     litdata.optimize(
         fn=_all_samples, inputs=[str(tars)], output_dir=str(out), chunk_bytes=CHUNK_BYTES,
         num_workers=1,
@@ -82,7 +82,7 @@ def main() -> None:
         try:
             write(root / "ours" / "pairs", root / name)
             done.touch()
-        except Exception as error:  # one loader that is missing must not cost the others
+        except Exception as error:  # a missing loader must not affect the others
             failed[name] = f"{type(error).__name__}: {error}"
     print(json.dumps({"failed": failed}))
 

@@ -1,9 +1,9 @@
-"""Counts the requests that pass on their way to an S3 server, and changes nothing.
+"""Counts the requests to an S3 server in a proxy that passes them on unchanged.
 
-A relay of bytes on the loopback. A request begins with its method at the start of what a client
-sends, or right after the blank line that ends the one before: loaders send no bodies. The Host
-header goes through as it is, so signatures still verify. Counting costs time, so what is counted
-is not timed.
+The proxy relays bytes on the loopback interface. A request begins with its method, at the start of
+the client's data or right after the blank line that ends the previous request, because loaders send
+no bodies. The Host header is unchanged, so signatures still verify. Counting takes time, so counted
+passes are not timed.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ _HOST = "127.0.0.1"
 
 
 class CountingProxy:
-    """A context manager; `requests` counts (method, path) since it was last cleared."""
+    """Context manager whose `requests` counts (method, path) since the last `clear`."""
 
     def __init__(self, upstream: str) -> None:
         address = urlsplit(upstream)
@@ -46,12 +46,12 @@ class CountingProxy:
         self._thread.join(10)
 
     def clear(self) -> None:
-        """Begin to count anew."""
+        """Reset the counts."""
         self.requests.clear()
         self.bytes = 0
 
     def counts(self, shards: tuple[str, ...]) -> dict[str, int]:
-        """Requests: GETs of objects with these endings, and everything else."""
+        """Return the number of GETs of objects with these endings, and of all other requests."""
         found = {"shards": 0, "other": 0}
         for (method, path), number in self.requests.items():
             found["shards" if method == "GET" and path.endswith(shards) else "other"] += number

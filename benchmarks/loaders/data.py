@@ -1,9 +1,9 @@
-"""The samples that every loader reads: 20,000 photographs of 224 x 224 pixels with their captions.
+"""Samples that every loader reads: 20,000 photographs of 224 x 224 pixels with captions.
 
-Each is a window of one of the photographs that scikit-image and scikit-learn ship, as a JPEG of
-some 8 KB. They are written once as a source of ours, which is a folder of plain tar files:
-webdataset and Energon read the same tars, the others get the same bytes in their own format
-(`convert.py`). A second, text-only source of Python's own documentation serves the blended runs.
+Each is a window of a photograph that scikit-image or scikit-learn ships, as a JPEG of about 8 KB.
+The samples are written once as one of our sources, which is a folder of plain tar files. webdataset
+and Energon read the same tars; the others get the same bytes in their own formats (`convert.py`). A
+second, text-only source made from Python's documentation serves the blended runs.
 """
 
 import io
@@ -23,7 +23,7 @@ from launch.demo.python_texts import prose_texts, text_samples
 
 SEED = 2026
 SIDE = 224
-QUALITY = 74  # gives 8 KB in the mean
+QUALITY = 74  # gives 8 KB on average
 SHARDS = 20
 TOKENIZER = "tokenizer/bench.tiktoken"
 
@@ -35,7 +35,7 @@ def photograph(path: str) -> Image.Image:
 
 
 def pair(number: int) -> CrudeSample:
-    """Sample `number`: a window of a photograph, and words that say of what and where."""
+    """Return sample `number`: a window of a photograph, and a caption that describes the window."""
     rng = generator(SEED, "bench/pairs", number)
     path = list(CAPTIONS)[number % len(CAPTIONS)]
     whole = photograph(path)
@@ -55,7 +55,7 @@ def pairs(count: int) -> Iterator[CrudeSample]:
 
 
 def make(root: Path, count: int) -> None:
-    """Write both sources and their tokenizer under `root`, unless they are there already."""
+    """Write both sources and their tokenizer under `root`, unless they exist already."""
     done = root / f"made-{count}"
     if done.exists():
         return
@@ -71,8 +71,8 @@ def make(root: Path, count: int) -> None:
 
 
 def shard_bytes(count: int) -> int:
-    """The size of a tar that holds a twentieth of the samples, or a little more."""
+    """Return the size of a tar that holds a twentieth of the samples or slightly more."""
     tried = range(0, count, 41)
     mean = sum(len(sample.segments[0].data) for sample in map(pair, tried)) / len(tried)  # type: ignore
-    # A member takes a header of 512 bytes and is filled up to a multiple of 512.
+    # A tar member has a header of 512 bytes and is padded to a multiple of 512.
     return int((mean + 256 + 512 + 1024) * 1.015 * count / SHARDS)

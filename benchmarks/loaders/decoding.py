@@ -1,4 +1,4 @@
-"""What our checks around Pillow cost: `moonvit3d.media.read_image` against Pillow alone."""
+"""Overhead of our checks around Pillow: `moonvit3d.media.read_image` against plain Pillow."""
 
 import io
 import time
@@ -19,12 +19,12 @@ SAMPLES = 500
 
 
 def by_pillow(jpeg: bytes) -> Any:
-    """As the peers' side does it."""
+    """Decode a JPEG as the peers do."""
     return np.array(Image.open(io.BytesIO(jpeg)).convert("RGB"))
 
 
 def overhead(root: Path, repeats: int = 5) -> dict[str, float]:
-    """Microseconds per image, the best of some repeats that take turns."""
+    """Return microseconds per image, the best of some repeats that take turns."""
     store = FolderStore(root / "ours")
     with SampleStream(store, [read_index(store, PAIRS)], StreamConfig(batch_size=SAMPLES)) as s:
         jpegs = [media[0] for media in next(s.batches()).media]

@@ -1,4 +1,4 @@
-"""megatron-energon, from tars with Energon's own index beside them; from S3 through MSC."""
+"""Adapter for megatron-energon, which reads tars with its own index, and S3 through MSC."""
 
 import pickle
 import subprocess
@@ -44,7 +44,7 @@ def build(job: Job) -> Any:
 
     class Encoder(DefaultTaskEncoder):
         cookers = [Cooker(cook)]  # noqa: RUF012
-        decoder = None  # the cooker decodes, with what every peer decodes with
+        decoder = None  # the cooker decodes with the same code as every peer
 
         def batch(self, samples: list[Pair]) -> dict[str, Any]:
             return collate([sample.fields for sample in samples], job.mode)
@@ -71,7 +71,7 @@ def restore(loader: Any, state: Any) -> None:
 
 
 def redistribute(states: Sequence[str], job: Job) -> list[str]:
-    """Its documented way: `energon checkpoint redist`."""
+    """Redistribute states with the documented command, `energon checkpoint redist`."""
     import torch
 
     folder = Path(tempfile.mkdtemp())

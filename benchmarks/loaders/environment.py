@@ -1,4 +1,4 @@
-"""What the loaders run in: an environment for the peers, the data on disk, and in an S3 bucket."""
+"""Environment of the loaders: a venv for the peers, the data on disk, and an S3 bucket."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ REPOSITORY = HERE.parent.parent
 PEERS = ("lit", "web", "mosaic", "energon")
 PLACES = ("ours", "mds", "lit", "tar")
 BUCKET = "bench"
-# Energon's reader of object stores takes its addresses from a file only, its keys from there or
+# Energon's reader of object stores takes addresses only from a file. Keys come from that file or
 # from the usual variables.
 _MSC = """profiles:
   bench:
@@ -31,9 +31,10 @@ _MSC = """profiles:
 
 
 def make_peers(folder: Path) -> None:
-    """A virtual environment with the peers, unless it is there: about 2 GB.
+    """Create a virtual environment with the peers (about 2 GB), unless it exists.
 
-    torch comes first and pinned, or one of the peers would bring another one, built for CUDA.
+    torch is installed first and pinned; otherwise a peer would install another build, made for
+    CUDA.
     """
     done = folder / ".installed"
     if done.exists():
@@ -46,13 +47,14 @@ def make_peers(folder: Path) -> None:
     pins = ["--constraint", str(HERE / "constraints.txt")]
     subprocess.run([*pip, "install", *pins, "torch==2.13.0"], check=True)
     subprocess.run([*pip, "install", *pins, "-r", str(HERE / "requirements.txt")], check=True)
-    # The one on PyPI is built for CUDA and keeps others from loading (see imports.py).
+    # The PyPI build of torchvision is for CUDA and breaks the import of other packages (see
+    # imports.py).
     subprocess.run([*pip, "uninstall", "--yes", "torchvision"], check=True)
     done.touch()
 
 
 def make_data(root: Path, count: int, peers: Path | None) -> None:
-    """The samples under `root`, for ours and, where their environment is given, for the peers."""
+    """Make our samples under `root`, and the peers' copies if their environment is given."""
     data.make(root / "ours", count)
     if peers is not None:
         command = [str(peers / "bin" / "python"), "-m", "benchmarks.loaders.convert", str(root)]
@@ -61,13 +63,13 @@ def make_data(root: Path, count: int, peers: Path | None) -> None:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A bucket with the data in it."""
+    """An S3 bucket that holds the data."""
 
     endpoint: str
     secrets: dict[str, str]
 
     def variables(self, endpoint: str) -> dict[str, str]:
-        """What a loader needs in its environment to read from `endpoint`."""
+        """Return the environment variables that a loader needs to read from `endpoint`."""
         handle, path = tempfile.mkstemp(suffix=".yaml")
         with os.fdopen(handle, "w") as file:
             file.write(_MSC.format(bucket=BUCKET, endpoint=endpoint))
@@ -75,7 +77,7 @@ class Bucket:
         return self.secrets | addresses
 
     def urls(self, endpoint: str) -> list[str]:
-        """Signed URLs of the tars."""
+        """Return signed URLs of the tars."""
         client = self.client(endpoint)
         listed = client.list_objects_v2(Bucket=BUCKET, Prefix=f"ours/{PAIRS}/")["Contents"]
         return [
@@ -94,7 +96,7 @@ class Bucket:
 
 @contextmanager
 def bucket(root: Path) -> Iterator[Bucket]:
-    """An S3 server on the loopback that holds all the data of `root`."""
+    """Run an S3 server on the loopback interface and yield a bucket with all data of `root`."""
     with S3Server(root / "server", BUCKET) as server:
         filled = Bucket(server.endpoint, server.environment())
         client = filled.client(server.endpoint)

@@ -1,4 +1,4 @@
-"""Importing a peer that asks for more than it uses."""
+"""Imports peers that require more packages than they use."""
 
 import sys
 from importlib.machinery import ModuleSpec
@@ -6,10 +6,11 @@ from types import ModuleType
 
 
 def import_streaming() -> ModuleType:
-    """mosaicml-streaming, without torchvision.
+    """Import mosaicml-streaming without torchvision.
 
-    It takes two names from torchvision while it is imported, and neither is used here. The wheel
-    on PyPI is built for CUDA and does not load beside a torch for CPU, so it is not installed.
+    The package takes two names from torchvision at import, and this benchmark uses neither. The
+    wheel on PyPI is built for CUDA and does not load with a CPU build of torch, so it is not
+    installed.
     """
     if "torchvision" not in sys.modules:
         names = ("", ".datasets", ".transforms", ".transforms.functional")

@@ -1,35 +1,35 @@
-"""One pass of one loader: what is asked of it, and what it answers."""
+"""Description and result of one pass of one loader."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-# The sources: pictures with captions, which every loader reads, and text alone.
+# Names of the sources: pictures with captions, which every loader reads, and text only.
 PAIRS, PROSE = "pairs", "prose"
-# What becomes of a JPEG: handed out as bytes, decoded, reduced to a checksum (to compare runs), or
-# left as what the loader gives (which may be a view that nobody has read).
+# Treatment of a JPEG: returned as bytes, decoded, reduced to a checksum (to compare runs), or left
+# as the loader returns it (possibly a view that was never read).
 MODES = ("raw", "pixels", "sums", "views")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A pass.
+    """One pass of one loader.
 
     Attributes:
-        root: folder of the data; with `place` "s3", the sources lie in `bucket` instead.
+        root: folder of the data; with `place` "s3", the sources are in `bucket` instead.
         place: "disk" or "s3".
         mode: one of MODES.
-        workers: the loader's own count of workers.
-        batch: samples of one batch of this rank.
+        workers: number of the loader's workers.
+        batch: samples per batch of this rank.
         limit: samples after which this rank stops.
         save_at: samples after which the state is saved to `state_out`; 0 for never.
-        stop: end the pass there.
-        state_in: a state to begin from, "" for none.
-        cache: a folder of its own, empty, where the loader keeps what it fetched.
-        urls: of the tars, for who can read nothing but URLs.
-        timed: the pass is there for its speed.
-        epochs: how often all samples are gone through.
-        extra: further settings by name, for one loader alone.
+        stop: True to end the pass at `save_at`.
+        state_in: file of a state to resume from, "" for none.
+        cache: empty private folder in which the loader keeps fetched data.
+        urls: URLs of the tars, for loaders that read only URLs.
+        timed: True if the pass measures speed.
+        epochs: number of passes over all samples.
+        extra: further settings by name, specific to a loader.
     """
 
     root: str
@@ -55,9 +55,9 @@ class Job:
 
 @dataclass
 class Answer:
-    """What happened. Seconds count from before the loader was built; None where it never came.
+    """Result of a pass. Seconds count from before the loader is built; None means never reached.
 
-    `cpu_s` is of this process and its threads, without worker processes.
+    `cpu_s` covers this process and its threads, without worker processes.
     """
 
     count: int = 0
@@ -74,14 +74,14 @@ class Answer:
 class Side(Protocol):
     """A loader under test. A batch is {"ids": [int], "x": payloads, "cap": documents}."""
 
-    PACKAGE: str  # what importlib.metadata calls it; empty: this checkout
-    HAS_STATE: bool  # without, resuming means to go through everything again
+    PACKAGE: str  # distribution name; empty for this checkout
+    HAS_STATE: bool  # False: a resume reads everything again
 
     def load(self, modes: Sequence[str]) -> None:
-        """Import everything that these modes need; not timed."""
+        """Import everything that these modes need. Imports are not timed."""
 
     def build(self, job: Job) -> Any:
-        """The loader, ready to be iterated."""
+        """Return the loader, ready to be iterated."""
 
     def batches(self, loader: Any) -> Iterator[dict[str, Any]]: ...
 
@@ -90,4 +90,4 @@ class Side(Protocol):
     def restore(self, loader: Any, state: Any) -> None: ...
 
     def redistribute(self, states: Sequence[str], job: Job) -> list[str]:
-        """Files of the states for `job.world` ranks, from those of another number of ranks."""
+        """Return state files for `job.world` ranks, made from states of another world size."""

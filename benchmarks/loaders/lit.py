@@ -1,4 +1,4 @@
-"""litdata."""
+"""Adapter for litdata."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -37,7 +37,7 @@ def build(job: Job) -> Any:
 
 
 def _allow_http() -> None:
-    """Its Rust client takes no address without TLS unless told so, and litdata has no way to."""
+    """Let litdata's Rust client use addresses without TLS; litdata has no setting for it."""
     from litdata.streaming import downloader
 
     downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True

@@ -1,8 +1,7 @@
-"""The passes: how fast, where a resume goes on, what another number of ranks changes, what is
-asked of the server.
+"""Measures the loaders: speed, resume, other numbers of ranks, and requests to the server.
 
-Every pass is a process of its own (`child.py`). The loaders take turns inside a round, and rounds
-begin with another one each time, so that a busy moment of the machine hits all of them alike.
+Every pass runs in a separate process (`child.py`). The loaders take turns within a round, and each
+round starts with a different loader, so that load spikes affect all of them alike.
 """
 
 import json
@@ -25,7 +24,7 @@ from benchmarks.loaders.job import Job
 
 BATCH = 25
 GLOBAL_BATCH = 80
-# What a loader is called in the results; ours has several settings.
+# Module and settings of each loader, by its name in the results. Ours has several settings.
 SIDES: dict[str, tuple[str, dict[str, Any]]] = {
     "ours": ("ours", {}),
     "ours, unchecked": ("ours", {"check": False}),
@@ -40,14 +39,14 @@ SIDES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Bench:
-    """Where everything is.
+    """Data, environments and versions of a run.
 
     Attributes:
         root: folder of the data.
-        count: samples.
-        peers: the peers' environment, None without.
-        bucket: the S3 server, None without.
-        versions: of the loaders that ran, by what they are called.
+        count: number of samples.
+        peers: the peers' environment, or None.
+        bucket: the S3 server, or None.
+        versions: versions of the loaders that ran, by their names.
     """
 
     root: Path
@@ -57,23 +56,23 @@ class Bench:
     versions: dict[str, str] = field(default_factory=dict)
 
     def job(self, **fields: Any) -> Job:
-        """A pass over all samples, unless told otherwise."""
+        """Return a pass over all samples, with changed fields."""
         return Job(**{"root": str(self.root), "limit": self.count, "batch": BATCH, **fields})
 
     def run(self, name: str, jobs: Sequence[Job], endpoint: str = "") -> dict[str, Any]:
-        """Run the jobs of one loader, one after the other: {"version", "answers"}."""
+        """Run the jobs of one loader, one after the other; return {"version", "answers"}."""
         return self.run_ranks(name, [jobs], endpoint)[0]
 
     def run_ranks(
         self, name: str, ranks: Sequence[Sequence[Job]], endpoint: str = ""
     ) -> list[dict[str, Any]]:
-        """The same on several ranks, each with its jobs.
+        """Run jobs on several ranks and return one report for each rank.
 
-        At once, as some peers' ranks wait for each other. Ours know nothing of each other and run
-        one after the other, from one import.
+        The ranks of peers run at the same time, because some wait for each other. Our ranks are
+        independent, so they run one after the other from one import.
 
         Raises:
-            RuntimeError: a loader does not start; the message is the end of what it printed.
+            RuntimeError: a loader does not start; the message is the end of its output.
         """
         module, extra = SIDES[name]
         if module == "ours" and len(ranks) > 1:
@@ -115,7 +114,7 @@ def _free_port() -> int:
 
 @contextmanager
 def _killed() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Processes that do not outlive the block."""
+    """Yield a list of processes that are killed at the end of the block."""
     running: list[subprocess.Popen[bytes]] = []
     try:
         yield running
@@ -131,7 +130,7 @@ def _killed() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 @dataclass(frozen=True)
 class Cell:
-    """One figure of the table of speeds."""
+    """One figure in the table of speeds."""
 
     place: str
     mode: str
@@ -143,7 +142,7 @@ class Cell:
 
 
 def speed_round(bench: Bench, name: str, cells: Sequence[Cell], pixels: int) -> dict[str, Any]:
-    """Every cell once: cell name -> {"samples_per_s", "first_s", "seconds", "cpu_s", "error"}."""
+    """Run every cell once; return samples_per_s, first_s, seconds, cpu_s and error by cell name."""
     jobs, caches = [], []
     for cell in cells:
         limit = pixels if cell.mode == "pixels" else bench.count
@@ -152,7 +151,7 @@ def speed_round(bench: Bench, name: str, cells: Sequence[Cell], pixels: int) -> 
         where: dict[str, Any] = {}
         if cell.place == "s3":
             assert bench.bucket is not None
-            caches.append(tempfile.mkdtemp(dir=bench.root))  # empty: a cold start
+            caches.append(tempfile.mkdtemp(dir=bench.root))  # empty, for a cold start
             where = {
                 "cache": caches[-1], "bucket": BUCKET,
                 "urls": bench.bucket.urls(bench.bucket.endpoint) if name == "webdataset" else (),
@@ -187,7 +186,7 @@ def speed_round(bench: Bench, name: str, cells: Sequence[Cell], pixels: int) -> 
 
 
 def resume(bench: Bench, name: str, workers: int, repeats: int, timed_place: str = "disk") -> Any:
-    """Stop at three quarters, go on in a new process: how soon, and with the right samples?"""
+    """Stop at three quarters and resume in a new process; compare samples and start-up time."""
     at = bench.count * 3 // 4 // BATCH * BATCH
     with tempfile.TemporaryDirectory(dir=bench.root) as folder:
         kept = str(Path(folder, "state"))
@@ -214,12 +213,12 @@ def resume(bench: Bench, name: str, workers: int, repeats: int, timed_place: str
 
 # Another number of ranks --------------------------------------------------------------------------
 
-# (batch of a rank, workers) in a world of two and of four; by default a rank takes its share.
-_ELASTIC = {"megatron-energon": {2: (20, 2), 4: (20, 1)}}  # the only way that it carries over
+# (batch of a rank, workers) with two and with four ranks; by default each rank gets an equal share.
+_ELASTIC = {"megatron-energon": {2: (20, 2), 4: (20, 1)}}  # the only combination that redistributes
 
 
 def elastic(bench: Bench, name: str) -> Any:
-    """Ordered global steps: two ranks against four, and four that go on from two."""
+    """Compare the global steps of two ranks with four, and with four that resume from two."""
     steps = bench.count // GLOBAL_BATCH
     stop = steps // 2
     with tempfile.TemporaryDirectory(dir=bench.root) as folder:
@@ -260,7 +259,7 @@ def elastic(bench: Bench, name: str) -> Any:
 
 
 def _redistributed(bench: Bench, name: str, saved: list[str], job: Job) -> list[str]:
-    """The side's own way from states of two ranks to those of four, in its own environment."""
+    """Return states for four ranks from those of two, converted in the loader's environment."""
     module, _ = SIDES[name]
     if module == "ours":
         return ours.redistribute(saved, job)
@@ -279,7 +278,7 @@ def _redistributed(bench: Bench, name: str, saved: list[str], job: Job) -> list[
 
 
 def _global_steps(ranks: Sequence[dict[str, Any]]) -> list[list[tuple[int, int]]]:
-    """Step -> (number, checksum) of its samples, rank after rank."""
+    """Return (number, checksum) of the samples of each global step, in rank order."""
     answers = [rank["answers"][0] for rank in ranks]
     share = GLOBAL_BATCH // len(answers)
     pairs = [list(zip(answer["ids"], answer["sums"])) for answer in answers]
@@ -305,7 +304,7 @@ _SHARDS = (".tar", ".mds", ".bin")
 
 
 def requests(bench: Bench, name: str) -> Any:
-    """What one cold pass, and a second one after it, ask of the server."""
+    """Return the requests of one cold pass, and of a cold pass followed by a second one."""
     assert bench.bucket is not None
     counts = {}
     with CountingProxy(bench.bucket.endpoint) as proxy:

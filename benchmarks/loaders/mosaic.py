@@ -1,4 +1,4 @@
-"""mosaicml-streaming."""
+"""Adapter for mosaicml-streaming."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -30,7 +30,8 @@ def build(job: Job) -> Any:
         where = {"remote": f"s3://{job.bucket}/mds", "local": job.cache}
     else:
         where = {"local": f"{job.root}/mds"}
-    # The number of canonical nodes is what its order depends on: pinned, as its manual advises.
+    # The sample order depends on the number of canonical nodes, so it is pinned, as the manual
+    # advises.
     samples = Pairs(
         **where, batch_size=job.batch, shuffle=True, shuffle_seed=job.seed, num_canonical_nodes=2
     )

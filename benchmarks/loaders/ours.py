@@ -1,7 +1,7 @@
-"""Ours: `stream.stream` with a window of one shard, as litdata permutes inside one chunk.
+"""Adapter for `stream.stream`, with a window of one shard, as litdata permutes inside one chunk.
 
-job.extra: "check": False leaves out the CRC-32 of every file; "shard_window"; "blend": True adds
-the text-only source, half of the draws.
+Keys of job.extra: "check": False skips the CRC-32 of every file; "shard_window" sets the window;
+"blend": True adds the text-only source for half of the draws.
 """
 
 import zlib
@@ -24,7 +24,7 @@ def load(modes: Sequence[str]) -> None:
         import torch  # noqa: F401
 
         import moonvit3d.media  # noqa: F401
-    pyarrow.array(["x"])  # the first one imports pandas, where there is one
+    pyarrow.array(["x"])  # the first array imports pandas, if installed
 
 
 def build(job: Job) -> Any:
@@ -40,7 +40,7 @@ def build(job: Job) -> Any:
         shares={PAIRS: 1, PROSE: 1} if blended else None,
         seed=job.seed,
         shard_window=job.extra.get("shard_window", 1),
-        # A timed pass ends with its last sample, so nothing is fetched that is not handed out.
+        # The limit makes the pass end with its last sample, so that no unused data is fetched.
         num_samples=job.limit * job.world if job.timed or job.place == "s3" else None,
         check=job.extra.get("check", True),
         workers=job.workers,
@@ -50,7 +50,7 @@ def build(job: Job) -> Any:
 
 
 class Pass:
-    """A stream, and what becomes of its batches."""
+    """A stream and the treatment of its batches."""
 
     def __init__(self, stream: Any, mode: str) -> None:
         self.stream = stream
@@ -78,7 +78,10 @@ def raw(batch: Any) -> dict[str, Any]:
 
 
 def sums(batch: Any) -> dict[str, Any]:
-    """Of the medium, or of a sample that has none its document; keys of words are hashed, too."""
+    """Return CRC-32 sums of the media, or of the documents of text samples.
+
+    Keys that are not numbers are hashed, too.
+    """
     found = [media[0] if media else text for media, text in zip(batch.media, batch.document)]
     return {
         "ids": [int(key) if key.isdigit() else zlib.crc32(key.encode()) for key in batch.key],

@@ -1,8 +1,8 @@
-"""Ordered global steps of the training loader, blended and packed: two ranks against four, and four
-that go on from two. No peer has the like of it, so there is nothing to compare with.
+"""Global steps of the training loader, blended and packed, across world sizes and a resume.
 
-A rank asks for its share of a step's rows and for their pictures, decoded to patches; what is
-compared is the digest of every row in rank order: tokens, labels, loss mask and patches.
+Two ranks are compared with four, and with four that resume from two. No peer has a comparable
+loader. Each rank requests its share of a step's rows and their pictures, decoded to patches. The
+comparison uses the digests of all rows in rank order: tokens, labels, loss mask and patches.
 """
 
 import hashlib
@@ -23,13 +23,13 @@ from data_pipeline.plan.step_plan import GlobalPlan
 from data_pipeline.store.open import FolderStore
 from data_pipeline.text import Tokenizer
 
-ROWS = 4  # of a global step: one for each of four ranks
+ROWS = 4  # rows of a global step, one for each of four ranks
 SEQ_LEN = 1024
 STEPS = 250
 
 
 def elastic(root: Path, steps: int = STEPS) -> dict[str, Any]:
-    """As `measure.elastic`, for rows instead of samples."""
+    """Return the results of `measure.elastic` for rows instead of samples."""
     stop = steps // 2
     states: list[str] = []
     two = _worlds(root, 2, steps, stop, states)
@@ -57,7 +57,7 @@ def _worlds(
     states: list[str] | None = None,
     state: str = "",
 ) -> list[list[str]]:
-    """Step -> digests of its rows, rank after rank. The ranks know nothing of each other."""
+    """Return the row digests of each global step, in rank order. The ranks run independently."""
     store = FolderStore(root / "ours")
     config = DataConfig(
         root=str(root / "ours"), sources={PAIRS: 1.0, PROSE: 1.0}, vision_token_ratio=0.4,
@@ -80,7 +80,7 @@ def _worlds(
 
 
 def share(rank: int, world_size: int) -> Callable[[GlobalPlan], Needs]:
-    """Neighbouring rows for each rank, and the items in them."""
+    """Return a function that gives a rank its contiguous rows and the items in them."""
 
     def needs(plan: GlobalPlan) -> Needs:
         begin, end = (r * plan.num_rows // world_size for r in (rank, rank + 1))
@@ -91,7 +91,7 @@ def share(rank: int, world_size: int) -> Callable[[GlobalPlan], Needs]:
 
 
 def digests(batch: StepBatch) -> list[str]:
-    """SHA-256 of each of the batch's rows with its pictures."""
+    """Return the SHA-256 of each of the batch's rows with its pictures."""
     assert batch.rows is not None
     assert not batch.bad, batch.bad
     found = []

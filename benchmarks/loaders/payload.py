@@ -1,4 +1,4 @@
-"""What every peer does with a sample: the same work, by the same libraries."""
+"""Sample processing that all peers share, with the same libraries."""
 
 import io
 import zlib
@@ -6,10 +6,10 @@ from typing import Any
 
 
 def payload(jpeg: bytes | memoryview, mode: str) -> Any:
-    """The JPEG as the mode wants it.
+    """Return the JPEG in the form that the mode requires.
 
-    litdata hands out views of a mapped file, which cannot leave the process and whose bytes nobody
-    has read yet. Raw means bytes, for everyone; `bytes` of bytes costs nothing.
+    litdata returns views of a mapped file, which cannot leave the process and may not have been
+    read yet. Raw means bytes for every loader; `bytes` of bytes costs nothing.
     """
     if mode == "raw":
         return bytes(jpeg)
@@ -25,7 +25,7 @@ def payload(jpeg: bytes | memoryview, mode: str) -> Any:
 
 
 def collate(samples: list[tuple[int, Any, Any]], mode: str) -> dict[str, Any]:
-    """(number, payload, document) of each sample -> a batch."""
+    """Return a batch from the (number, payload, document) of each sample."""
     numbers, payloads, documents = (list(column) for column in zip(*samples))
     if mode == "pixels":
         import torch

@@ -1,4 +1,4 @@
-"""The results as figures that can be compared, and as a page to read."""
+"""Summarizes the loader results and renders them as a page."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -6,12 +6,12 @@ from typing import Any
 
 from benchmarks.result import named, spread, table, verdicts, yes
 
-# A cell's rounds, by loader: {"litdata": [{cell name: {...}}, ...]}
+# Rounds of each loader, each with the figures of its cells: {"litdata": [{cell name: {...}}, ...]}
 Rounds = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 def summary(rounds: Rounds, cells: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Loader -> cell -> median, least and most samples per second, median time to first batch."""
+    """Return samples per second and the median time to the first batch, by loader and cell."""
     found: dict[str, dict[str, Any]] = {}
     for loader, passes in rounds.items():
         found[loader] = {}
@@ -35,7 +35,7 @@ def summary(rounds: Rounds, cells: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def ratios(rounds: Rounds, cells: Sequence[str], ours: str, peers: Sequence[str]) -> dict[str, Any]:
-    """Cell -> how many times as fast as each peer, and as the best one: median of the rounds."""
+    """Return our speed over that of each peer and of the best peer, by cell; medians of rounds."""
     found: dict[str, Any] = {}
     for cell in cells:
         per_round: dict[str, list[float]] = {peer: [] for peer in peers} | {"best peer": []}
@@ -59,7 +59,7 @@ def _speed(figures: Mapping[str, Any], cell: str) -> float | None:
     return found["samples_per_s"] if found and not found["error"] else None
 
 
-# How each of them is set up: read this before the figures.
+# Setup of the loaders, which the page shows before the figures.
 _SETTINGS = """All read the same bytes, in shards of 8 MiB of samples (20 of them). A pass begins in
 a new process, with everything imported; imports are not timed. *raw* hands out every JPEG as
 `bytes` (litdata gives views of a mapped file, which are copied so that they can leave the process),
@@ -73,7 +73,7 @@ the CRC-32 of every file, *unchecked* leaves that out; the others have no checks
 
 
 def page(report: Mapping[str, Any]) -> str:
-    """The results file to read."""
+    """Return the results as a Markdown page."""
     about = report["about"]
     lines = [
         "# Loaders side by side",

@@ -1,4 +1,4 @@
-"""What was promised, held against what was found."""
+"""Targets of the loader benchmark with the measured values."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ STATE_BYTES = 1024
 
 
 def targets(report: Mapping[str, Any], peers: list[str]) -> list[dict[str, Any]]:
-    """Each target with its figure, and whether it is met; None where nothing was measured."""
+    """Return each target with its figure and whether it is met; None if nothing was measured."""
     found: list[dict[str, Any]] = []
     for cell in report["about"]["cells"]:
         if cell.startswith("disk"):

@@ -1,6 +1,7 @@
-"""webdataset, in its deterministic configuration. It has no state: resuming is going through all.
+"""Adapter for webdataset in its deterministic configuration.
 
-It cannot sign a request, so from S3 it is given signed URLs.
+webdataset has no state, so a resume reads everything again. It cannot sign requests, so it reads S3
+through signed URLs.
 """
 
 import glob
@@ -54,7 +55,10 @@ def restore(loader: Any, state: Any) -> None:
 
 
 def redistribute(states: Sequence[str], job: Job) -> list[str]:
-    """The best a user can do: leave out as many samples, shared out anew."""
+    """Return states that skip the same number of samples, divided evenly over the new ranks.
+
+    Users of webdataset have no better option.
+    """
     seen = sum(json.loads(Path(name).read_bytes())["skip"] for name in states)
     path = Path(tempfile.mkdtemp()) / "state"
     path.write_text(json.dumps({"skip": seen // job.world}))

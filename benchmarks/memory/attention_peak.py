@@ -1,4 +1,4 @@
-"""Peak memory of the attention of one document, forward and backward, in each of its forms."""
+"""Peak memory of attention over one document, forward and backward, in each form."""
 
 from typing import Literal
 
@@ -9,7 +9,7 @@ from kimi_pretrain.attention.blockwise import block_attention, blocks_of, whole_
 from kimi_pretrain.attention.spans import KeySpans
 
 Form = Literal["blocks", "whole"]
-"""Block by block as `train.attention=portable`, or its twin, one matrix of logits."""
+"""Block by block as in `train.attention=portable`, or the reference with one matrix of logits."""
 
 
 def attention_peak(
@@ -21,10 +21,10 @@ def attention_peak(
     dtype: torch.dtype = torch.float32,
     device: str = "meta",
 ) -> int:
-    """Return the most bytes that live at a time, inputs and gradients included.
+    """Return the peak of live bytes, including inputs and gradients.
 
-    The widths are Kimi K2's by default. On the meta device nothing is computed: bytes are those of
-    any other device, but for what an operator takes and frees within itself.
+    The default widths are Kimi K2's. On the meta device nothing is computed. The bytes are those of
+    any other device, except for memory that an operator allocates and frees internally.
     """
     spans = KeySpans.of([0, tokens], [True])
     blocks = blocks_of(spans, torch.device(device))

@@ -1,8 +1,8 @@
-"""Step time of the demo with recompute on over off, in the same processes, batch by batch.
+"""Step time of the demo with recompute over without, in the same processes, batch by batch.
 
-Four processes train the demo's configuration on its corpus. Each batch is trained on twice, once
-with `train.recompute` of everything and once without, in turns which first: so a ratio is of the
-same rows, and of the same seconds of the machine. It is one of the processes, too:
+Four processes train the demo's configuration on its corpus. Each batch is trained on twice, with
+`train.recompute` of everything and without; the order alternates. A ratio therefore compares the
+same rows at the same load of the machine. The module is also the entry point of the processes:
 
     torchrun --module benchmarks.memory.demo_steps SETUP.json OUT.json
 """
@@ -26,7 +26,7 @@ from kimi_pretrain.engine import mesh as engine_mesh
 from kimi_pretrain.memory.switches import EVERYTHING
 
 PRESET = "tiny_cpu"
-PAIRS, WARM_UP = 40, 3  # batches, each twice, after as many as these
+PAIRS, WARM_UP = 40, 3  # batches that count, and warm-up batches; each runs twice
 PATIENCE_S = 3600.0
 BACKBONE = "4 backbone"
 FORMS: dict[str, list[str]] = {"off": [], "on": EVERYTHING}
@@ -41,7 +41,7 @@ def measure(work: Path, quick: bool) -> dict[str, Any]:
         work: an empty folder.
 
     Raises:
-        SystemExit: they failed; their output has been seen.
+        SystemExit: a process failed; its output has already been printed.
     """
     from benchmarks.muonclip.training import make_corpus
     from launch.local import torchrun
@@ -70,12 +70,12 @@ def measure(work: Path, quick: bool) -> dict[str, Any]:
         done = subprocess.run(command, env=variables, check=False, timeout=PATIENCE_S)
     if done.returncode:
         sys.exit(f"error: the demo's steps failed with {done.returncode}; see above")
-    setup["overrides"] = overrides[1:]  # where the corpus lay is nobody's concern
+    setup["overrides"] = overrides[1:]  # without the path of the corpus
     return {**setup, "processes": nodes.processes, **json.loads(out.read_text())}
 
 
 def main(setup: Mapping[str, Any], out: Path) -> None:
-    """Be one of the processes; rank 0 writes seconds."""
+    """Run as one of the processes; rank 0 writes the seconds."""
     config = load_config(PRESET, setup["overrides"])
     torch.set_num_threads(1)
     mesh = engine_mesh.start(config.layout, config.train.timeout_seconds)
@@ -89,8 +89,10 @@ def main(setup: Mapping[str, Any], out: Path) -> None:
 def seconds(
     config: Config, mesh: engine_mesh.Mesh, warm_up: int, pairs: int
 ) -> dict[str, dict[str, list[float]]]:
-    """Return, of each form, the seconds of every step, of its forward and backward passes, and of
-    the processor, all ranks together: these last hardly depend on what else runs.
+    """Return the step, backbone and processor seconds of every step, for each form.
+
+    Backbone seconds are those of the forward and backward passes. Processor seconds are summed over
+    all ranks and hardly depend on other load.
     """
     from kimi_pretrain.run import Run
 
@@ -107,7 +109,7 @@ def seconds(
                 mesh.barrier()
                 begin, busy = time.perf_counter(), time.process_time()
                 report = run.train_step.run(batch)
-                mesh.barrier()  # so the slowest rank counts
+                mesh.barrier()  # waits for the slowest rank
                 taken = time.perf_counter() - begin
                 start, end = report.spans[BACKBONE]
                 ranks: list[Any] = mesh.all_gather_object(time.process_time() - busy)
@@ -123,12 +125,12 @@ def seconds(
 
 
 def ratios(found: Mapping[str, Any], what: str) -> list[float]:
-    """Return, of each batch, the seconds with recompute over those without."""
+    """Return the seconds with recompute over the seconds without, for each batch."""
     return [on / off for on, off in zip(found["on"][what], found["off"][what], strict=True)]
 
 
 def targets(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the bound on the step time."""
+    """Return the target of the step time with the measured value."""
     ratio = median(ratios(found, "step"))
     return [
         {"target": f"the demo's step with recompute: at most {AT_MOST:.2f} x without",

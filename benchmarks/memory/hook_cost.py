@@ -1,10 +1,10 @@
-"""Host time that the policy over saved tensors takes for one of them, beside the work that it does.
+"""Host time that the saved-tensor policy takes per tensor, excluding the work itself.
 
-A graph of one node saves many small tensors, and goes backward: with the policy, without it, and
-the work alone (computing an output again, FP8 codes and back, a copy to the host and back). What is
-left of the first is the policy's own: hooks, records, look-ups; on a GPU the processor does this
-while the device works. What is computed again has an input that is kept, and FP8 two parts: these
-count by themselves, and are taken off. Time is the processor's; the least of many rounds counts.
+A graph of one node saves many small tensors and runs backward: with the policy, without it, and the
+work only (recompute of an output, FP8 codes and back, a copy to the host and back). The difference
+is the policy's own time for hooks, records and look-ups; on a GPU the host spends it while the
+device works. A recomputed tensor also keeps an input, and FP8 keeps two parts. These kept tensors
+are counted separately and subtracted. Times are processor times, the minimum of many rounds.
 """
 
 import time
@@ -23,13 +23,13 @@ from kimi_pretrain.memory.host_memory import HostMemory
 from kimi_pretrain.memory.saved import Output, Policy, Remade, Saved, apply, mark_weights
 
 AT_MOST_US = 10.0
-SHAPE = (4, 256)  # small, so that little of the time is the work
+SHAPE = (4, 256)  # small, so that the work takes little of the time
 KINDS = ("kept", "weights", "made again", "FP8", "host")
-WITHIN = {"made again": 1, "FP8": 2}  # tensors that are kept for one of a kind
+WITHIN = {"made again": 1, "FP8": 2}  # kept tensors per tensor of a kind
 
 
 def measure(mesh: Mesh, quick: bool) -> dict[str, Any]:
-    """Return microseconds a saved tensor of each kind, and how many of a kind a layer saves."""
+    """Return microseconds per saved tensor, and the number of saved tensors per layer, by kind."""
     count, rounds = (10, 2) if quick else (100, 200)
     kinds = {kind: timed(kind, count, rounds) for kind in KINDS}
     for kind, one in kinds.items():
@@ -42,7 +42,7 @@ def measure(mesh: Mesh, quick: bool) -> dict[str, Any]:
 
 
 class _Save(torch.autograd.Function):
-    """Saves tensors, and looks at each in its backward pass."""
+    """Autograd function that saves tensors and reads each of them in its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, lead: Tensor, *saved: Tensor) -> Tensor:
@@ -58,12 +58,12 @@ class _Save(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Case:
-    """How one kind of tensors is saved.
+    """Setup that saves one kind of tensor.
 
     Attributes:
-        policy: under which they are of this kind.
-        make: a tensor that is saved, from a policy and an input.
-        before, after: what the policy has to do for it in the forward and in the backward pass.
+        policy: policy under which the tensors are of this kind.
+        make: returns the saved tensor for a policy and an input.
+        before, after: work of the policy in the forward and in the backward pass.
     """
 
     policy: Policy
@@ -102,7 +102,7 @@ def _case(kind: str) -> _Case:
 
 
 def timed(kind: str, count: int, rounds: int) -> dict[str, float]:
-    """Return microseconds a saved tensor: what the policy adds, and the part of it that is work."""
+    """Return microseconds per saved tensor: the time added by the policy, and the work in it."""
     case, none = _case(kind), Policy()
     inputs = [torch.randn(SHAPE) for _ in range(count)]
     lead = torch.zeros((), requires_grad=True)
@@ -135,7 +135,7 @@ def timed(kind: str, count: int, rounds: int) -> dict[str, float]:
 
 
 class _Counting(Policy):
-    """A policy that counts what becomes of saved tensors."""
+    """Policy that counts the treatments of saved tensors."""
 
     def __init__(self, policy: Policy):
         super().__init__(policy.recompute, fp8=policy.fp8, host=policy.host)
@@ -155,9 +155,9 @@ class _Counting(Policy):
 
 
 def kinds_of_layer(mesh: Mesh) -> dict[str, int]:
-    """Return how many tensors of each kind autograd saves of one layer, with every treatment.
+    """Return the number of tensors that autograd saves for one layer, by kind, with all treatments.
 
-    Inputs of what is computed again are kept by the same policy, so they count, and FP8 codes.
+    The same policy keeps the inputs of recomputed tensors and the FP8 codes, so they count too.
     """
     found = []
     for num_layers in (1, 2):
@@ -181,13 +181,13 @@ def kinds_of_layer(mesh: Mesh) -> dict[str, int]:
 
 
 def mean_own(found: dict[str, Any]) -> float:
-    """Return microseconds a saved tensor of the policy's own, over those of a layer."""
+    """Return the policy's own microseconds per saved tensor, averaged over a layer."""
     total = sum(count * found["kinds"][kind]["own"] for kind, count in found["layer"].items())
     return total / sum(found["layer"].values())
 
 
 def targets(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the bound on the mean, and on each kind."""
+    """Return the targets of the mean and of each kind, with the measured values."""
     names = {"over a layer's": mean_own(found)}
     names |= {kind: one["own"] for kind, one in found["kinds"].items()}
     return [

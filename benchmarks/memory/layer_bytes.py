@@ -1,11 +1,10 @@
-"""Bytes a token that one of K2.5's layers with experts leaves for backward, at its real widths.
+"""Bytes per token that a K2.5 layer with experts leaves for backward, at its real widths.
 
-Live storages are counted, with all 384 experts and the widths of `configs/kimi_k25_1t.yaml`, as the
-difference between a model of two layers and one of one: embedding, head and loss fall out. So that
-a host can hold it, all experts of a layer share one matrix, which nothing here looks at: what is
-counted depends on sizes, and on which expert gets how many tokens not at all.
-
-Attention is the portable one; the fused kernels keep four bytes more a token and head (`LOG_SUMS`).
+Live storages are counted with all 384 experts and the widths of `configs/kimi_k25_1t.yaml`. The
+result is the difference between a model of two layers and a model of one, so that embedding, head
+and loss cancel. All experts of a layer share one matrix, so that a host can hold the model. This
+does not affect the count, which depends on sizes and not on the routing of tokens. Attention is the
+portable one; the fused kernels keep four more bytes per token and head (`LOG_SUMS`).
 """
 
 import gc
@@ -38,15 +37,15 @@ POLICIES: dict[str, dict[str, Any]] = {
     "recompute, fp8": RECOMPUTE | FP8,
     "recompute, fp8, offload": RECOMPUTE | FP8 | {"offload": True},
 }
-AT_MOST = dict(zip(POLICIES, (400_000, 250_000, 160_000, 1_000), strict=True))  # a token
-TOKENS, IN_A_RUN = 256, 4096  # a microbatch's, here and in the preset
-LOG_SUMS = 4  # bytes a token and head
-ON_THEIR_WAY = 4  # layers on the device under offload, as docs/MEMORY.md counts
-DOCUMENTS = [0.4, 0.3, 0.2, 0.1]  # of a microbatch's tokens, the last of them padding
+AT_MOST = dict(zip(POLICIES, (400_000, 250_000, 160_000, 1_000), strict=True))  # bytes per token
+TOKENS, IN_A_RUN = 256, 4096  # tokens of a microbatch, here and in the preset
+LOG_SUMS = 4  # bytes per token and head
+ON_THEIR_WAY = 4  # layers on the device under offload, as in docs/MEMORY.md
+DOCUMENTS = [0.4, 0.3, 0.2, 0.1]  # shares of a microbatch's tokens; the last is padding
 
 
 def measure(mesh: Mesh, quick: bool) -> dict[str, Any]:
-    """Return bytes a token under each policy, by counting and by the plan's formulas."""
+    """Return the bytes of a layer under each policy, counted and by the plan's formulas."""
     counted: dict[str, list[int]] = {name: [] for name in POLICIES}
     for num_layers in (1, 2):
         backbone = build(config_of(num_layers, quick), mesh)
@@ -77,7 +76,7 @@ def measure(mesh: Mesh, quick: bool) -> dict[str, Any]:
 
 
 def config_of(num_layers: int, quick: bool) -> Config:
-    """Return the preset with few layers, a short vocabulary, in one process."""
+    """Return the preset with few layers and a short vocabulary, in one process."""
     tokens = 64 if quick else TOKENS
     sizes = {"num_layers": num_layers, "num_dense_layers": 0, "vocab_size": 512}
     if quick:
@@ -90,7 +89,7 @@ def config_of(num_layers: int, quick: bool) -> Config:
         "layout.stages=null", "layout.overlap_experts=false", f"data.seq_len={tokens}",
         "data.limits={image: 64, frame: 64}", "data.rows_per_step=1", "train.attention=portable",
         "train.recompute=[]", "train.fp8_storage=false",
-        f"train.offload_min_mib={tokens / IN_A_RUN}",  # of 1 MiB, as much as of the tokens
+        f"train.offload_min_mib={tokens / IN_A_RUN}",  # 1 MiB, scaled down like the tokens
     ]  # fmt: skip
     return load_config(PRESET, [*language, *width, *layout, *rest])
 
@@ -119,7 +118,7 @@ def _shared(self: GroupedExperts, experts: int, out: int, inner: int) -> nn.Para
 
 
 def microbatch_of(config: Config, seed: int, device: torch.device = CPU) -> Microbatch:
-    """Return a microbatch of random tokens: three documents, and padding behind them."""
+    """Return a microbatch of random tokens: three documents, followed by padding."""
     tokens, vocabulary = config.data.seq_len, config.model.language.vocab_size
     borders = [0]
     for share in DOCUMENTS:
@@ -136,13 +135,13 @@ def microbatch_of(config: Config, seed: int, device: torch.device = CPU) -> Micr
 def left_bytes(backbone: Backbone, microbatch: Microbatch) -> int:
     """Return the bytes on the device that one more forward pass leaves behind.
 
-    The first pass does not count: what modules remember of the last microbatch alone is not kept by
-    each, and what goes to the host is on the device until the layer after the next begins. It is
-    what two passes in a row leave: one alone may let go of something of the pass before.
+    The first passes do not count: modules keep some state of the last microbatch only, and
+    offloaded tensors stay on the device until the layer after the next begins. Passes repeat until
+    two in a row leave the same number of bytes, because a pass may free memory of the pass before.
 
     Args:
-        backbone: with a policy that has saved nothing yet: the host's memory is counted as it is
-            taken, and subtracted.
+        backbone: model whose policy has saved nothing yet; host memory is counted when it is
+            allocated, and subtracted.
     """
     backbone.chunks[0].train()
     backbone.policy.begin_step()
@@ -157,7 +156,7 @@ def left_bytes(backbone: Backbone, microbatch: Microbatch) -> int:
 
 
 def planned(config: Config) -> int:
-    """Return what the plan says that a layer with experts leaves on the device."""
+    """Return the bytes that a layer with experts leaves on the device according to the plan."""
     kept = layer_tensors(config, dense=False)
     return sum(tensor.size for tensor in kept if not moves(config, tensor))
 
@@ -166,7 +165,7 @@ def planned(config: Config) -> int:
 
 
 def targets(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the bounds on bytes a token, and that formulas and counts are the same."""
+    """Return the bounds on bytes per token, and the target that formulas and counts agree."""
     rows = []
     for name, one in found["policies"].items():
         size = one["counted"] / found["tokens"]
@@ -178,7 +177,7 @@ def targets(found: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def rows(found: Mapping[str, Any]) -> list[list[str]]:
-    """Return, of each policy, bytes a token, and what the first stage's rank holds of them, GB."""
+    """Return the bytes per token of each policy, and the total on the first stage's rank in GB."""
     stage, made = found["stage"], []
     layers = max(stage["layers"])
     for name, one in found["policies"].items():

@@ -1,4 +1,4 @@
-"""Counts the bytes that tensors hold, as they are made and freed, on any device: meta, too."""
+"""Counts the bytes of live tensors on any device, including meta."""
 
 import time
 
@@ -10,10 +10,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Inside it, every storage that an operator returns counts for as long as it lives.
+    """Dispatch mode that counts every storage returned by an operator for as long as it lives.
 
-    What an operator takes and gives back within itself is not seen; what only exists outside of
-    operators (a storage that none returned) is not either.
+    It does not see memory that an operator allocates and frees internally, or a storage that no
+    operator returned.
     """
 
     def __init__(self) -> None:
@@ -29,15 +29,15 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def now(self) -> int:
-        """Return the bytes that live."""
+        """Return the live bytes."""
         self._seen = {key: one for key, one in self._seen.items() if not one[0].expired()}
         return sum(size for _, size in self._seen.values())
 
     def settled(self) -> int:
-        """Return the bytes that live once nothing more is let go.
+        """Return the live bytes once no more memory is being released.
 
-        A thread of gloo's still holds the tensors of a collective for a moment after the rank that
-        waited for it went on.
+        A thread of gloo may hold the tensors of a collective for a moment after the waiting rank
+        continues.
         """
         size, same = self.now(), 0
         while dist.is_initialized() and dist.get_world_size() > 1 and same < 50:
@@ -48,10 +48,10 @@ class LiveBytes(TorchDispatchMode):
 
 
 class PeakBytes(LiveBytes):
-    """Looks after every operator.
+    """Live bytes with a peak, updated after every operator.
 
     Attributes:
-        peak: most bytes that lived after one.
+        peak: most live bytes after an operator.
     """
 
     def __init__(self) -> None:

@@ -1,11 +1,11 @@
-"""Steps of two decoder layers under each policy over saved tensors, at Kimi K2's widths.
+"""Steps of two decoder layers under each saved-tensor policy, at Kimi K2's widths.
 
-Two layers with 16 experts each, microbatches of 4,096 tokens, four of them in flight as on an early
-pipeline stage; on a CPU an eighth of all that. Each policy of docs/MEMORY.md takes steps over the
-same microbatches, on one device: seconds, the highest memory above weights and gradients, and the
-bytes that one microbatch leaves behind, beside those of the memory plan. What recomputes or moves
-must give the bits of none: losses and gradients are compared, with a second step of none as the
-control.
+Two layers with 16 experts each run microbatches of 4,096 tokens, four of them in flight as on an
+early pipeline stage. On a CPU, widths and tokens are an eighth of this. Each policy of
+docs/MEMORY.md runs steps over the same microbatches on one device. The results are seconds, peak
+memory above weights and gradients, and the bytes that one microbatch leaves behind, next to those
+of the memory plan. A policy that recomputes or moves tensors must give the same bits as no policy:
+losses and gradients are compared, with a second step of `none` as the control.
 """
 
 from collections import deque
@@ -39,7 +39,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "recompute, fp8, offload": {"recompute": ALL, "fp8_storage": True, "offload": True},
 }
 EQUALS = {"recompute, fp8": None, "recompute, fp8, offload": "recompute, fp8"}  # else "none"
-AT_MOST = 1.10  # a step with all recomputed, over one without
+AT_MOST = 1.10  # step with full recompute over a step without
 
 K2 = {
     "hidden_size": 7168, "num_heads": 64, "expert_ffn_size": 2048, "dense_ffn_size": 18432,
@@ -52,7 +52,7 @@ Found = Mapping[str, Any]
 
 
 def measure(mesh: Mesh, device: torch.device, quick: bool) -> dict[str, Any]:
-    """Return what each policy costs and holds, and what differs of its gradients."""
+    """Return the time and memory of each policy, and the gradients that differ."""
     backbone = build_backbone(config_of(device.type, quick), mesh, randomise)
     return measured(backbone, device, 1 if quick else 5)
 
@@ -72,7 +72,7 @@ def config_of(device: str, quick: bool) -> Config:
         f"model.vision.out_width={sizes['hidden_size']}", f"data.seq_len={tokens}",
         "train.rows_per_microbatch=1", "train.dtype=bfloat16", "train.offload_min_mib=1e-4",
     ]  # fmt: skip
-    rest += ["train.attention=portable"] if device == "cpu" else []  # as the plan counts it
+    rest += ["train.attention=portable"] if device == "cpu" else []  # as in the memory plan
     return load_config("tiny_cpu", [*language, *layout, *rest])
 
 
@@ -80,7 +80,7 @@ def config_of(device: str, quick: bool) -> Config:
 
 
 def measured(backbone: Backbone, device: torch.device, repeats: int) -> dict[str, Any]:
-    """Return sizes, and each policy's figures."""
+    """Return the sizes and the figures of each policy."""
     config = backbone.config
     microbatches = [microbatch_of(config, seed, device) for seed in range(MICROBATCHES)]
     found: dict[str, Any] = {
@@ -96,7 +96,7 @@ def measured(backbone: Backbone, device: torch.device, repeats: int) -> dict[str
         train = config.train.model_copy(update=changes)
         backbone.config = config.model_copy(update={"train": train})
         backbone.apply_memory_policy()
-        results = step(backbone, microbatches)  # compiles kernels; of host memory learns the order
+        results = step(backbone, microbatches)  # compiles kernels; host memory learns the order
         if name in ("none", "recompute, fp8"):
             wanted[name] = results
         differ = differing(results, wanted.get(EQUALS.get(name, "none") or name, results))
@@ -127,7 +127,7 @@ def _attention(backbone: Backbone) -> str:
 def step(
     backbone: Backbone, microbatches: Sequence[Microbatch], keep: bool = True
 ) -> dict[str, Tensor]:
-    """Go forward and backward, some forward passes ahead; return losses and gradients, if kept."""
+    """Run a step with several forwards in flight; return losses and gradients, if kept."""
     model = backbone.models[0]
     model.train()
     model.zero_grad_buffer()
@@ -154,7 +154,7 @@ def _loss(backbone: Backbone, one: Microbatch) -> Tensor:
 
 
 def differing(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the tensors whose bits differ, each with its relative distance."""
+    """Return the relative distance of each tensor whose bits differ."""
     return {
         name: float((found[name] - value).norm() / value.norm())
         for name, value in wanted.items()
@@ -163,7 +163,7 @@ def differing(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict
 
 
 def planned(config: Config) -> int:
-    """Return what the memory plan says of the same bytes on the device."""
+    """Return the bytes left on the device according to the memory plan."""
     kept = [*layer_tensors(config, dense=False)] * LAYERS + [*head_tensors(config)]
     return sum(tensor.size for tensor in kept if not moves(config, tensor))
 
@@ -172,9 +172,9 @@ def planned(config: Config) -> int:
 
 
 def targets(found: Found, device: str) -> list[dict[str, Any]]:
-    """Return what must hold, with what was found; `exact` where a miss is an error.
+    """Return the targets with the measured values; `exact` marks targets whose miss is an error.
 
-    A kernel that does not repeat itself (the control) says nothing of a policy.
+    Tensors that also differ in the control do not count against a policy.
     """
     policies = found["policies"]
     control = policies["none, again"]["differing"]
@@ -202,7 +202,7 @@ def _ratio(found: Found, name: str) -> float:
 
 
 def lines(found: Found) -> list[str]:
-    """Return a section of the page."""
+    """Return the section of the page."""
     sizes = found["sizes"]
     rows = [
         [

@@ -1,8 +1,8 @@
-"""How far Newton-Schulz in bf16 and fp32 is from the same iteration in fp64.
+"""Errors of Newton-Schulz in bf16 and fp32 against the same iteration in fp64.
 
-Kinds of matrices that gradients come in, or that are known to break the Gram form: see `kinds`.
-Errors are relative, in the Frobenius norm, and, as a check on single directions, the spectral norm
-of the difference (of singular values near one).
+`kinds` yields matrices that resemble gradients or are known to break the Gram form. Errors are
+relative in the Frobenius norm. As a check on single directions, the spectral norm of the difference
+is reported too (the result has singular values near one).
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ STEPS = 5
 
 
 def kinds(rows: int, columns: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield fp32 matrices [rows, columns], rows <= columns, the same ones in every run."""
+    """Yield named fp32 matrices [rows, columns] with rows <= columns, the same in every run."""
     draw = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -66,12 +66,12 @@ def kinds(rows: int, columns: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def exact(x: Tensor) -> Tensor:
-    """Return the direct iteration in fp64."""
+    """Return the result of the direct iteration in fp64."""
     return orthogonalise_reference(x.double(), STEPS, torch.float64)
 
 
 def of_torch(x: Tensor) -> Tensor:
-    """Return torch.optim.Muon's own Newton-Schulz, in bf16."""
+    """Return the result of torch.optim.Muon's Newton-Schulz in bf16."""
     return torch_muon._zeropower_via_newtonschulz(x, COEFFICIENTS, STEPS, EPSILON)
 
 
@@ -85,7 +85,7 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def errors(found: Tensor, expected: Tensor) -> tuple[float, float]:
-    """Relative Frobenius error, and the spectral norm of the difference. Zero for equal ones."""
+    """Return the relative Frobenius error and the spectral norm of the difference."""
     off = found.double() - expected
     if not off.any():
         return 0.0, 0.0
@@ -94,7 +94,7 @@ def errors(found: Tensor, expected: Tensor) -> tuple[float, float]:
 
 
 def study(rows: int, columns: int) -> dict[str, object]:
-    """Return the table of one shape: kind -> form -> [Frobenius, spectral]."""
+    """Return the errors of one shape as [Frobenius, spectral], by kind and form."""
     table = {}
     for kind, x in kinds(rows, columns):
         expected = exact(x)
@@ -110,7 +110,7 @@ ORDERS = ((5,), (4, 1), (2, 3), (3, 2), (2, 2, 1), (1, 1, 1, 1, 1))
 
 
 def orders(rows: int, columns: int) -> dict[str, object]:
-    """Return kind -> steps on each Gram matrix -> relative Frobenius error in bf16."""
+    """Return the relative Frobenius error in bf16, by kind and by the steps on each Gram matrix."""
     table = {}
     for kind, x in kinds(rows, columns):
         expected = exact(x)

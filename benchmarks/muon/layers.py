@@ -1,4 +1,4 @@
-"""The matrices of one mixture-of-experts layer that Muon trains, by name and shape. Pure."""
+"""Matrices of one mixture-of-experts layer that Muon trains, by name and shape. Pure."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ class Layer:
     """A layer of a published model with some of its experts.
 
     Attributes:
-        title: for the page.
-        shapes: checkpoint name -> [rows, columns].
-        model: head counts and widths, which say how fused projections are cut.
+        title: title on the page.
+        shapes: [rows, columns] by checkpoint name.
+        model: head counts and widths, which determine how fused projections are split.
     """
 
     title: str
@@ -24,11 +24,11 @@ class Layer:
     model: ModelShape
 
     def rules(self) -> dict[str, Rule]:
-        """Return how each matrix is cut."""
+        """Return the rule that splits each matrix."""
         return {name: self.model.rule_of(name, shape) for name, shape in self.shapes.items()}
 
     def pieces(self) -> list[tuple[int, int]]:
-        """Return the shape of every matrix that is orthogonalised by itself."""
+        """Return the shape of every matrix that is orthogonalised separately."""
         return [
             (piece.blocks * (piece.stop - piece.start), self.shapes[name][1])
             for name, rule in self.rules().items()
@@ -42,7 +42,7 @@ class Layer:
 
 
 def moonlight(experts: int, scale: int = 1) -> Layer:
-    """Moonlight-16B-A3B (arXiv:2502.16982): 64 experts in the real layer; sizes over `scale`."""
+    """Return a Moonlight-16B-A3B layer (arXiv:2502.16982, 64 experts), with sizes over `scale`."""
     hidden, heads = 2048 // scale, 16 // scale
     model = ModelShape(heads, 128, 64, 128, 512 // scale)
     attention = {
@@ -56,7 +56,7 @@ def moonlight(experts: int, scale: int = 1) -> Layer:
 
 
 def k2(experts: int, scale: int = 1) -> Layer:
-    """Kimi K2 (arXiv:2507.20534): 384 experts in the real layer; sizes over `scale`."""
+    """Return a Kimi K2 layer (arXiv:2507.20534, 384 experts), with sizes over `scale`."""
     hidden, heads, q_rank = 7168 // scale, 64 // scale, 1536 // scale
     model = ModelShape(heads, 128, 64, 128, 512 // scale)
     attention = {

@@ -1,4 +1,4 @@
-"""Rounds of optimizer steps and of single matrices, in turns, and what they come to."""
+"""Times optimizer steps and single matrices, both sides in turns."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -17,27 +17,28 @@ STEPS = 5
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the median, the least and the most."""
+    """Return the median, the minimum and the maximum."""
     return {"median": median(values), "min": min(values), "max": max(values)}
 
 
 def direct_flops(rows: int, columns: int) -> int:
-    """Operations of the direct form with full products, which is what torch.optim.Muon does."""
+    """Return the operations of the direct form with full products, as in torch.optim.Muon."""
     short, long = sorted((rows, columns))
     return STEPS * (4 * short * short * long + 2 * short**3)
 
 
 def steps(layer: Layer, rounds: int, device: torch.device, adamw: bool) -> dict[str, Any]:
-    """Take optimizer steps of both sides in turns.
+    """Time optimizer steps of both sides in turns.
 
     Args:
-        layer: what is trained.
-        rounds: steps of each side; who goes first changes from round to round.
-        device: where.
-        adamw: also time torch.optim.AdamW, afterwards (there may be no memory for all three).
+        layer: matrices to update.
+        rounds: steps of each side; the side that goes first alternates.
+        device: device of the tensors.
+        adamw: also time torch.optim.AdamW, afterwards (memory may not suffice for all three).
 
     Returns:
-        Spreads of seconds and, taken inside a round, of torch's over ours; counts of operations.
+        spreads of seconds, spreads of torch's seconds over ours within a round, and operation
+        counts.
     """
     grads = gradients(layer, device)
     ours, theirs = Ours(layer, grads), Torch(layer, grads)
@@ -85,7 +86,7 @@ def _summary(layer: Layer, taken: Mapping[str, Sequence[Seconds]]) -> dict[str, 
 
 
 def shapes(sizes: Sequence[tuple[int, int]], rounds: int, device: torch.device) -> list[Any]:
-    """Time Newton-Schulz of single matrices from fp32, ours and torch's in turns."""
+    """Time Newton-Schulz of single fp32 matrices, ours and torch's in turns."""
     found = []
     for rows, columns in sizes:
         draw = torch.Generator(device).manual_seed(0)
@@ -96,7 +97,7 @@ def shapes(sizes: Sequence[tuple[int, int]], rounds: int, device: torch.device) 
                 watch = Stopwatch(device)
                 with watch.running():
                     _orthogonalise(name, x)
-                if number:  # the first makes the kernels ready
+                if number:  # the first round is a warm-up
                     taken[name].append(watch.seconds())
         found.append(
             {
@@ -120,7 +121,7 @@ def _orthogonalise(name: str, x: Tensor) -> Tensor:
 
 
 def matmul_peak(size: int, repeats: int, device: torch.device, dtype: torch.dtype) -> float:
-    """Return the operations a second of the fastest of some square products."""
+    """Return the FLOP/s of the fastest of several square products."""
     draw = torch.Generator(device).manual_seed(0)
     x = torch.randn((size, size), generator=draw, device=device).to(dtype)
     best = 0.0

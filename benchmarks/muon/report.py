@@ -1,4 +1,4 @@
-"""The results as a page to read, and whether the targets are met. Pure."""
+"""Renders the results as a Markdown page and checks the targets. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,15 +6,15 @@ from typing import Any
 from benchmarks.result import named, spread, table, verdicts
 
 QUIET_LOAD = 0.5
-AT_LEAST = {"moonlight": 1.2, "k2": 1.5}  # times torch.optim.Muon's speed, of the whole step
-WORSE, FLOOR = 1.25, 0.02  # bound on the error of bf16, of torch's and on top of it
-PEAK_SHARE = 0.6  # of the measured matmul peak, on a GPU
+AT_LEAST = {"moonlight": 1.2, "k2": 1.5}  # minimum speed over torch.optim.Muon's
+WORSE, FLOOR = 1.25, 0.02  # bound on the bf16 error: WORSE times torch's error plus FLOOR
+PEAK_SHARE = 0.6  # minimum share of the measured matmul peak, on a GPU
 
 Found = Mapping[str, Any]
 
 
 def targets(found: Found) -> list[dict[str, Any]]:
-    """Return each target with what was found."""
+    """Return each target with the measured value."""
     rows = []
     for name, ratio in AT_LEAST.items():
         for part in ("step", "newton_schulz") if name in found["layers"] else ():
@@ -41,7 +41,7 @@ def targets(found: Found) -> list[dict[str, Any]]:
 
 
 def _accuracy_target(studies: Sequence[Found]) -> dict[str, Any]:
-    """The bound that tests/unit/test_bench_muon.py holds, over every kind of matrix."""
+    """Return the bound that tests/unit/test_bench_muon.py checks, over every kind of matrix."""
     pairs = [
         (errors["ours, bf16"][0], errors["torch, bf16"][0])
         for study in studies

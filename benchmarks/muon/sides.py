@@ -1,9 +1,9 @@
-"""What is compared: our Muon step, torch.optim.Muon's and AdamW's over the same matrices.
+"""Sides of the benchmark: our Muon step, torch.optim.Muon and AdamW over the same matrices.
 
-All begin from zero weights and take the same gradients, so that the weights after one step are the
-update itself and can be compared. A side's `step` returns seconds; `newton_schulz` of the result
-is the part of it that orthogonalises (None for AdamW). torch.optim.Muon gets the pieces that ours
-cuts out of fused matrices as parameters of their own.
+All start from zero weights and use the same gradients, so the weights after one step are the update
+itself and can be compared. `step` of a side returns seconds; `newton_schulz` in the result is the
+part that orthogonalises (None for AdamW). torch.optim.Muon gets the pieces that our code cuts from
+fused matrices as separate parameters.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,14 +25,14 @@ CONFIG = OptimConfig(lr=LR, min_lr=0.0, warmup_steps=0, stable_steps=1, decay_st
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one optimizer step, and of Newton-Schulz inside it."""
+    """Seconds of one optimizer step, and of Newton-Schulz inside it."""
 
     step: float
     newton_schulz: float | None
 
 
 def gradients(layer: Layer, device: torch.device) -> dict[str, Tensor]:
-    """Return random fp32 gradients, the same ones in every run on a device."""
+    """Return random fp32 gradients, the same in every run on a device."""
     draw = torch.Generator(device).manual_seed(0)
     return {
         name: torch.randn(shape, generator=draw, device=device) * 1e-3
@@ -41,7 +41,7 @@ def gradients(layer: Layer, device: torch.device) -> dict[str, Tensor]:
 
 
 class Ours:
-    """`muon_update` over the whole layer in one call: equal shapes are batched."""
+    """`muon_update` over the whole layer in one call, which batches equal shapes."""
 
     def __init__(self, layer: Layer, grads: Mapping[str, Tensor]):
         self.layer = layer
@@ -67,13 +67,13 @@ class Ours:
 
 
 class Torch:
-    """torch.optim.Muon as it is installed, one parameter for each piece."""
+    """The installed torch.optim.Muon, with one parameter for each piece."""
 
     def __init__(self, layer: Layer, grads: Mapping[str, Tensor]):
         self.parameters = []
         for grad, rule in zip(grads.values(), layer.rules().values(), strict=True):
             for piece in rule.pieces:
-                # A view where the piece is the whole matrix, a copy elsewhere.
+                # A view if the piece is the whole matrix, otherwise a copy.
                 part = piece.rows(grad).reshape(piece.shape(grad.shape))
                 parameter = torch.nn.Parameter(_touched(part))
                 parameter.grad = part
@@ -117,7 +117,7 @@ class AdamW:
 
 
 def apart(ours: Ours, theirs: Torch) -> float:
-    """Largest relative difference (Frobenius) of the weights of a piece between the two."""
+    """Return the largest relative difference (Frobenius) of a piece's weights between the two."""
     return max(
         float((own.reshape(other.shape) - other).norm() / other.norm())
         for own, other in zip(ours.pieces(), (p.detach() for p in theirs.parameters), strict=True)
@@ -125,13 +125,13 @@ def apart(ours: Ours, theirs: Torch) -> float:
 
 
 def _touched(like: Tensor) -> Tensor:
-    """Zeros whose memory is really there: a page's first touch belongs to no step."""
+    """Return zeros in memory that is already mapped, so that no step pays for the first touch."""
     return torch.empty_like(like).fill_(0.0)
 
 
 @contextmanager
 def _timed_newton_schulz(watch: Stopwatch) -> Iterator[None]:
-    """Let torch.optim.Muon's own orthogonalisation run inside a watch."""
+    """Time torch.optim.Muon's orthogonalisation with a watch."""
     plain = torch_muon._zeropower_via_newtonschulz
 
     def timed(*args: object) -> Tensor:

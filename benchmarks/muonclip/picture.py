@@ -12,30 +12,30 @@ from benchmarks.muonclip.settings import ADAMW, CLIP, CONTROL, MUON, MUONCLIP, R
 from benchmarks.muonclip.summary import Curve, find, running_mean
 
 DPI = 140
-# Colours that people who see few can tell apart too.
+# Colours that colour-blind readers can tell apart.
 LINES = {
     ADAMW: ("#2f8f7f", "^"),
     CONTROL: ("#e0a93b", "v"),
     MUON: ("#b8562f", "s"),
     MUONCLIP: ("#1f4e9c", "o"),
 }
-# MuonClip lies on Muon wherever nothing was clipped: it is drawn broken, so that both are seen.
+# MuonClip coincides with Muon wherever nothing was clipped, so it is dashed to keep both visible.
 BROKEN = {MUONCLIP: (0, (4, 2))}
 MUTED = "#6b7280"
-# Of the loss: what happens in the first steps would set the scale.
+# Fraction of the loss curve to skip; the first steps would dominate the scale.
 SHOWN_FROM = 0.1
 
 Found = Mapping[str, Any]
 
 
 def draw_clip(curves: Sequence[Curve], plan: Plan, tokens: int, path: Path) -> None:
-    """Write a PNG: largest logit of each step on the left (log), loss on the right.
+    """Write a PNG with each step's largest logit on the left (log) and the loss on the right.
 
     Args:
-        curves: of all runs.
-        plan: of which the first part is drawn.
-        tokens: of a step.
-        path: where to.
+        curves: curves of all runs.
+        plan: plan, whose first part is drawn.
+        tokens: tokens of a step.
+        path: output file.
     """
     figure = Figure(figsize=(10.4, 4.2), dpi=DPI, layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -61,14 +61,14 @@ def draw_clip(curves: Sequence[Curve], plan: Plan, tokens: int, path: Path) -> N
 
 
 def draw_rates(curves: Sequence[Curve], found: Found, plan: Plan, tokens: int, path: Path) -> None:
-    """Write a PNG: losses at the chosen rates on the left, the sweep on the right.
+    """Write a PNG with the losses at the chosen rates on the left and the sweep on the right.
 
     Args:
-        curves: of all runs.
-        found: `summary.rates_summary`'s.
-        plan: of which the second part is drawn.
-        tokens: of a step.
-        path: where to.
+        curves: curves of all runs.
+        found: result of `summary.rates_summary`.
+        plan: plan, whose second part is drawn.
+        tokens: tokens of a step.
+        path: output file.
     """
     figure = Figure(figsize=(10.4, 4.2), dpi=DPI, layout="constrained")
     left, right = figure.subplots(1, 2)

@@ -1,4 +1,4 @@
-"""The results as a page to read. Pure."""
+"""Renders the results as a Markdown page. Pure."""
 
 from collections.abc import Mapping
 from typing import Any

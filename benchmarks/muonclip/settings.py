@@ -1,20 +1,20 @@
-"""What is trained: the demo's model and corpus in one process, and the runs of both parts."""
+"""Settings of the runs: the demo's model and corpus in one process, and the runs of both parts."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 ADAMW, MUON, MUONCLIP = "AdamW", "Muon", "MuonClip"
-# AdamW with embedding and head at Muon's rate: how much of Muon's lead is theirs.
+# AdamW with embedding and head at Muon's rate, which shows their part of Muon's lead.
 CONTROL = "AdamW, faster ends"
 CLIP, RATES = "clip", "rates"
 PARTS = (CLIP, RATES)
 PRESET = "tiny_cpu"
 
-# The demo's job in one process: half the rows a step, one mix of sources from beginning to end, no
-# cache and no limit on requests (the data lie in a folder), nothing saved or timed. The model keeps
-# the demo's widths of the language model; fewer layers, fewer experts and a thin encoder make a
-# step of half a second, so that many can be run.
+# The demo's job in one process: half the rows per step, one mix of sources throughout, no cache and
+# no limit on requests (the data are in a folder), nothing saved or timed. The language model keeps
+# the demo's widths. Fewer layers, fewer experts and a thin encoder give a step of half a second, so
+# that many runs are possible.
 ONE_PROCESS = (
     "layout.pp=1", "layout.vpp=1", "layout.dp=1", "layout.ep=1",
     "model.language.num_layers=3", "model.language.num_experts=4",
@@ -24,7 +24,7 @@ ONE_PROCESS = (
     "train.efficiency_pairs=0", "train.threads=1",
 )  # fmt: skip
 
-# So small that it shows nothing but that everything runs.
+# Too small for meaningful figures; shows only that everything runs.
 QUICK = (
     "model.vision.width=32", "model.vision.depth=1", "model.vision.heads=2",
     "model.vision.mlp_width=64", "model.vision.out_width=64", "model.language.num_layers=2",
@@ -36,20 +36,20 @@ QUICK = (
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is trained.
+    """Scope of the training.
 
     Attributes:
-        parts: of `PARTS`.
+        parts: parts to run, from `PARTS`.
         threshold: tau of QK-Clip.
-        clip_lr: of the part in which plain Muon's logits grow without a bound.
+        clip_lr: learning rate of the clip part, at which plain Muon's logits grow without bound.
         clip_steps, rates_steps: length of a run of each part.
-        clip_seeds, rates_seeds: each is another order of the data and other initial weights; the
-            sweep is made with the first.
+        clip_seeds, rates_seeds: seeds of data order and initial weights; the sweep uses the first
+            seed.
         rates: learning rates of the sweep, the same for every optimizer.
-        control_rates: those of the control's sweep, see `control_runs`.
-        tail_steps: the last steps of a run whose mean loss is its final loss.
-        overrides: of every run, `section.key=value`.
-        quick: whether the figures mean nothing.
+        control_rates: learning rates of the control's sweep, see `control_runs`.
+        tail_steps: number of last steps whose mean loss is the final loss of a run.
+        overrides: config overrides of every run, `section.key=value`.
+        quick: True for a smoke run, whose figures mean nothing.
     """
 
     parts: Sequence[str] = PARTS
@@ -67,7 +67,7 @@ class Plan:
 
 
 def quick_plan() -> Plan:
-    """Return the plan whose figures mean nothing: seconds."""
+    """Return the plan of a smoke run, which takes seconds and whose figures mean nothing."""
     return Plan(
         threshold=0.3,
         clip_lr=0.05,
@@ -95,13 +95,13 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Unique among the runs, and fit to be a folder's name."""
+        """Name that is unique among the runs and valid as a folder name."""
         optimizer = re.sub(r"\W+", "_", self.optimizer.lower())
         return f"{self.part}_{optimizer}_{self.lr:g}_{self.seed}"
 
 
 def optimizer_overrides(run: Run, threshold: float) -> tuple[str, ...]:
-    """Return what tells the optimizers apart; everything else is the same for all."""
+    """Return the overrides that differ between the optimizers; everything else is the same."""
     adamw = "optim.matrices=adamw", "optim.qk_clip_threshold=null"
     ends = f"{{embedding: {{lr_scale: {run.scale}}}, head: {{lr_scale: {run.scale}}}}}"
     return {
@@ -113,10 +113,10 @@ def optimizer_overrides(run: Run, threshold: float) -> tuple[str, ...]:
 
 
 def schedule_overrides(part: str, lr: float, steps: int) -> tuple[str, ...]:
-    """Return the schedule: a twelfth of the steps up to lr, and stay there.
+    """Return the schedule: warm-up to lr over a twelfth of the steps, then a constant rate.
 
-    In the part of rates the second half goes down to a tenth on a cosine, as runs that are to be
-    compared by where they end must.
+    In the rates part, the second half decays to a tenth on a cosine, because these runs are
+    compared by their final loss.
     """
     warmup = max(1, steps // 12)
     decay = steps // 2 if part == RATES else 0
@@ -137,12 +137,12 @@ def overrides_of(run: Run, plan: Plan, root: str) -> tuple[str, ...]:
         f"data.seed={run.seed}",
         f"train.seed={run.seed}",
         f"train.steps={steps}",
-        f"guard.skips_in_row={steps + 1}",  # one that diverges is a result, too
+        f"guard.skips_in_row={steps + 1}",  # a run that diverges is a result, too
     )
 
 
 def clip_runs(plan: Plan) -> list[Run]:
-    """Return the runs with and without the clip, seed by seed."""
+    """Return the runs with and without the clip, ordered by seed."""
     return [
         Run(CLIP, name, plan.clip_lr, seed) for seed in plan.clip_seeds for name in (MUON, MUONCLIP)
     ]
@@ -155,9 +155,9 @@ def sweep_runs(plan: Plan) -> list[Run]:
 
 
 def control_runs(plan: Plan, muon: float) -> list[Run]:
-    """Return the sweep of AdamW with embedding and head at Muon's best rate, whatever its own is.
+    """Return the sweep of AdamW with embedding and head fixed at Muon's best rate.
 
-    The plain sweep holds the run in which its own rate is Muon's, too.
+    A rate that equals Muon's is left out, because the plain sweep already contains that run.
     """
     first = plan.rates_seeds[0]
     return [Run(RATES, CONTROL, lr, first, muon / lr) for lr in plan.control_rates if lr != muon]

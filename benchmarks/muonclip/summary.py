@@ -1,4 +1,4 @@
-"""From the curves of the runs to the figures that are told. Pure."""
+"""Reduces the curves of the runs to the figures of the page. Pure."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,14 +12,14 @@ Found = Mapping[str, Any]
 
 
 def final_loss(losses: Sequence[float | None], tail: int) -> float | None:
-    """Return the mean of the last `tail` losses; None where one of them was not finite."""
+    """Return the mean of the last `tail` losses; None if one of them is not finite."""
     last = losses[-tail:]
     values = [loss for loss in last if loss is not None]
     return fmean(values) if values and len(values) == len(last) else None
 
 
 def running_mean(losses: Sequence[float | None], window: int) -> list[float]:
-    """Return the mean of each loss and up to `window - 1` before it; NaN if one is not finite."""
+    """Return means of each loss with up to `window - 1` before it; NaN if one is not finite."""
     known = [math.nan if loss is None else loss for loss in losses]
     return [fmean(known[max(0, end - window) : end]) for end in range(1, len(known) + 1)]
 
@@ -30,10 +30,10 @@ def find(curves: Sequence[Curve], **wanted: Any) -> list[Curve]:
 
 
 def unclipped(run: Run, curves: Sequence[Curve], plan: Plan) -> dict[str, Any] | None:
-    """Return Muon's curve as MuonClip's where they are the same: no logit came over the threshold.
+    """Return Muon's curve as MuonClip's if no logit exceeded the threshold, otherwise None.
 
-    Such a run would be Muon's bit for bit, as the clip changes nothing else. None where it has to
-    be run.
+    Such a run would be bit-identical to Muon's, because the clip changes nothing else. None means
+    that MuonClip has to be run.
     """
     if run.optimizer != MUONCLIP:
         return None
@@ -46,7 +46,7 @@ def unclipped(run: Run, curves: Sequence[Curve], plan: Plan) -> dict[str, Any] |
 
 
 def clip_summary(curves: Sequence[Curve], plan: Plan) -> dict[str, Any]:
-    """Return what each run of the first part did with its logits and its loss, seed by seed."""
+    """Return the figures of logits and loss of each run of the first part, by seed."""
     rows = []
     for seed in plan.clip_seeds:
         (muon,) = find(curves, part=CLIP, optimizer=MUON, seed=seed)
@@ -63,13 +63,13 @@ def clip_summary(curves: Sequence[Curve], plan: Plan) -> dict[str, Any]:
 
 
 def _worst_lead(one: Curve, other: Curve, window: int) -> float:
-    """Return by how much the smoothed loss of `one` was above that of `other`, at most."""
+    """Return the largest excess of the smoothed loss of `one` over that of `other`."""
     smooth = (running_mean(curve["loss"], window) for curve in (one, other))
     return max(a - b for a, b in zip(*smooth, strict=True) if math.isfinite(a - b))
 
 
 def largest(curve: Curve) -> float:
-    """Return the largest logit of a run, among those that were finite."""
+    """Return the largest finite logit of a run."""
     return max(logit for logit in curve["max_logit"] if logit is not None)
 
 
@@ -112,7 +112,7 @@ def best_rate(curves: Sequence[Curve], optimizer: str, plan: Plan) -> float:
 
 
 def rates_summary(curves: Sequence[Curve], plan: Plan) -> dict[str, Any]:
-    """Return the sweep, the chosen rates, what all seeds came to, and tokens saved."""
+    """Return the sweep, the chosen rates, the results of all seeds, and the saved tokens."""
     found: dict[str, Any] = {}
     for optimizer in (ADAMW, MUON, MUONCLIP, CONTROL):
         if optimizer == CONTROL and not find(curves, part=RATES, optimizer=optimizer):
@@ -141,7 +141,7 @@ def rates_summary(curves: Sequence[Curve], plan: Plan) -> dict[str, Any]:
 
 
 def _ahead(one: Found, other: Found) -> list[float | None]:
-    """Return by how much the final losses of `one` are below those of `other`, seed by seed."""
+    """Return the margin by which the final losses of `one` are below those of `other`, by seed."""
     both = zip(other["final_losses"], one["final_losses"], strict=True)
     return [None if a is None or b is None else a - b for a, b in both]
 
@@ -177,10 +177,10 @@ def _sweep(curves: Sequence[Curve], optimizer: str, plan: Plan) -> list[dict[str
 def _tokens_to_adamw(
     curves: Sequence[Curve], optimizer: str, found: Found, plan: Plan
 ) -> list[float | None]:
-    """Return, for each seed, the share of the run after which AdamW's final loss was reached.
+    """Return the share of the run after which AdamW's final loss is reached, for each seed.
 
-    By running means over the tail. The learning rate was still high there: a run planned for so
-    few tokens would have come lower.
+    Losses are running means over the tail. The learning rate is still high at that point; a run
+    planned for so few tokens would reach a lower loss.
     """
     shares: list[float | None] = []
     for seed, goal in zip(plan.rates_seeds, found[ADAMW]["final_losses"], strict=True):

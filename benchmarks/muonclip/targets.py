@@ -1,19 +1,19 @@
-"""What the runs have to show, and whether they do. Pure."""
+"""Targets of the runs, and whether they are met. Pure."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.muonclip.settings import MUON, MUONCLIP
 
-GROWS = 2.0  # plain Muon's largest logit, in thresholds: it passes the threshold and goes on
-OVERSHOOT = 1.5  # MuonClip's: what one step may add before it is clipped
-HARM = 0.01  # of the final loss
+GROWS = 2.0  # minimum of plain Muon's largest logit, in thresholds
+OVERSHOOT = 1.5  # maximum of MuonClip's; a step adds this before the clip
+HARM = 0.01  # maximum relative increase of the final loss
 
 Found = Mapping[str, Any]
 
 
 def targets(found: Found) -> list[dict[str, Any]]:
-    """Return one row for each target of the parts that were run: what, found, met."""
+    """Return a row (target, measured value, met) for each target of the parts that were run."""
     rows = _clip(found["clip"]) if "clip" in found else []
     return rows + (_rates(found["rates"]) if "rates" in found else [])
 

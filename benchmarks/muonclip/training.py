@@ -1,4 +1,4 @@
-"""Builds the demo's corpus into a folder and trains on it through `kimi_pretrain.train`."""
+"""Builds the demo's corpus in a folder and trains on it through `kimi_pretrain.train`."""
 
 import json
 import math
@@ -24,7 +24,7 @@ SMALL = CorpusSize(
 
 
 def make_corpus(root: Path, *, small: bool) -> dict[str, Any]:
-    """Write the corpus under `root`; returns samples and tokens of each source."""
+    """Write the corpus under `root`; return samples, text tokens and patches of each source."""
     root.mkdir(parents=True)
     report = build_corpus(FolderStore(root), size=SMALL if small else None)
     kept = ("samples", "text_tokens", "patches")
@@ -32,12 +32,12 @@ def make_corpus(root: Path, *, small: bool) -> dict[str, Any]:
 
 
 def train_run(run: Run, plan: Plan, root: Path, folder: Path) -> dict[str, Any]:
-    """Train; returns the run with one loss, largest logit and number of clipped heads a step.
+    """Train a run; return its loss, largest logit and number of clipped heads at every step.
 
-    A loss that is not finite is None; `not_applied` counts the steps that changed nothing.
+    A loss that is not finite is None; `not_applied` counts the steps without an update.
     """
     config = load_config(PRESET, overrides_of(run, plan, str(root)))
-    shutil.rmtree(folder, ignore_errors=True)  # of a try that was broken off
+    shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted try
     begin = time.perf_counter(), time.process_time()
     train(config, folder)
     seconds, busy = time.perf_counter() - begin[0], time.process_time() - begin[1]
@@ -63,9 +63,10 @@ def _finite(value: float | None, digits: int) -> float | None:
 
 
 def seen_before(config: Config) -> dict[str, Any]:
-    """Return which part of the tokens of a run are of samples that it had drawn before.
+    """Return the share of a run's tokens that belong to samples drawn before, in total and by
+    source.
 
-    By the planner, so nothing is read but the indices: `all`, and each source's own.
+    The planner computes it, so only the indices are read.
     """
     store = FolderStore(config.data.root)
     indices = [read_index(store, name) for name in config.data.source_names]

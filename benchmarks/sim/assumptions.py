@@ -1,4 +1,4 @@
-"""What the simulation takes for granted about the machines. Everything else is counted."""
+"""Assumed machine speeds of the simulation. Everything else is counted."""
 
 from dataclasses import dataclass
 
@@ -11,23 +11,23 @@ class Assumptions:
     """Speeds of one rank; none was measured at this size.
 
     Attributes:
-        peak_flops: dense bfloat16 operations a second (H800).
-        backbone_efficiency: part of the peak that the language model reaches inside a pass, what
-            its expert exchange costs included.
-        encoder_efficiency: part of the peak that the encoder reaches.
-        network: bytes a second that a rank sends, and receives, between nodes (400 Gb/s, 80% of
-            it).
-        node_network: the same inside a node (200 GB/s, 80% of it).
+        peak_flops: dense bfloat16 FLOP/s (H800).
+        backbone_efficiency: fraction of the peak that the language model reaches inside a pass,
+            including the cost of its expert exchange.
+        encoder_efficiency: fraction of the peak that the encoder reaches.
+        network: bytes per second that a rank sends, and receives, between nodes (80% of 400 Gb/s).
+        node_network: the same inside a node (80% of 200 GB/s).
         ranks_per_node: ranks of a node.
-        phase_seconds: launches and waiting at each of the two vision phases.
-        gradient_overlap: part of the sum of the encoder's gradients that is hidden behind the last
+        phase_seconds: launch and wait time of each of the two vision phases.
+        gradient_overlap: fraction of the encoder's gradient sum that is hidden behind the last
             chunk's backward pass.
-        attention_backward: what attention's backward pass costs, in forwards. Fused kernels compute
-            the logits again there: 2.5.
-        equal_chunks: the pipeline's chunks cost the same, whatever `layout.stages` says.
-        split_efficiency: what ranks that share an item keep of their speed; None is as planned.
-        cost_scatter: how far an item's true cost is off what its operations say, as the standard
-            deviation of its logarithm.
+        attention_backward: cost of attention's backward pass in forward passes. Fused kernels
+            recompute the logits there: 2.5.
+        equal_chunks: True if all pipeline chunks cost the same, regardless of `layout.stages`.
+        split_efficiency: fraction of their speed that ranks keep when they share an item; None
+            means as planned.
+        cost_scatter: standard deviation of the logarithm of an item's true cost over the cost that
+            follows from its operations.
     """
 
     peak_flops: float = 989e12
@@ -45,19 +45,20 @@ class Assumptions:
 
     @property
     def backbone_flops(self) -> float:
-        """Operations a second of the language model."""
+        """FLOP/s of the language model."""
         return self.peak_flops * self.backbone_efficiency
 
     @property
     def encoder_flops(self) -> float:
-        """Operations a second of the encoder."""
+        """FLOP/s of the encoder."""
         return self.peak_flops * self.encoder_efficiency
 
 
 def gradient_sum_seconds(config: Config, assumed: Assumptions) -> float:
     """Return the exposed seconds of summing the encoder's gradients over all ranks, in float32.
 
-    A reduce-scatter inside the node, a ring between nodes of an eighth for each rank, and back.
+    The sum is a reduce-scatter inside the node, a ring between nodes over each rank's part (an
+    eighth), and an all-gather inside the node.
     """
     size = 4.0 * encoder_weights(config)
     per_node = min(assumed.ranks_per_node, config.layout.world_size())

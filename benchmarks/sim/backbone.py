@@ -1,4 +1,4 @@
-"""How long the pipeline of the language model takes with text alone."""
+"""Simulates the pipeline of the language model with text only."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from kimi_pretrain.dep.timeline import Schedule, Timeline, timeline
 
 Floats = NDArray[np.float64]
 
-BYTES = 2  # of a number between stages: bfloat16
+BYTES = 2  # bytes per number between stages: bfloat16
 
 
 def text_seconds(
@@ -24,21 +24,21 @@ def text_seconds(
     """Return the seconds of a step's pipeline.
 
     Args:
-        first_forward, first_backward: seconds that virtual stage 0 takes longer, [microbatches]:
-            an encoder inside the graph.
+        first_forward, first_backward: extra seconds of virtual stage 0, [microbatches], for an
+            encoder inside the graph.
     """
     return pipeline(config, assumed, None, first_forward, first_backward).line.total
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A replica's pipeline with text alone.
+    """Pipeline of one replica with text only.
 
     Attributes:
-        schedule: its passes.
+        schedule: order of the passes.
         forward, backward: seconds of a pass, [virtual stages, microbatches].
-        send: seconds from one stage to another.
-        line: when passes run.
+        send: seconds to send from one stage to another.
+        line: start and end times of the passes.
     """
 
     schedule: Schedule
@@ -58,7 +58,7 @@ def pipeline(
     """Return the pipeline of one replica; see `text_seconds`.
 
     Args:
-        chunks: so many on a rank, all of the same cost, instead of the layout's.
+        chunks: number of equal chunks per rank; None uses the chunks of the layout.
     """
     seconds = chunk_flops(config) / assumed.backbone_flops
     if assumed.equal_chunks or chunks:

@@ -1,10 +1,10 @@
-"""How long a step takes whose vision work runs inside the pipeline's bubbles.
+"""Simulates a step whose vision work runs inside the pipeline's bubbles.
 
-`kimi_pretrain.dep.bubble_plan` plans on the timeline of the text alone with what items should cost;
-here the plan runs, with what they do cost: a rank does the pieces of each of its slots, then its
-pass, and whoever waits for it is later. The replicas of a group of experts meet in every layer, so
-their passes begin together, when the last of them is ready. Behind its last pass a rank's
-gradients leave for the sum over all ranks as its last unit completes them.
+`kimi_pretrain.dep.bubble_plan` plans on the timeline of a text-only step with estimated item costs.
+This module runs the plan with the true costs: a rank runs the pieces of each slot, then its pass,
+and any delay propagates to the ranks that wait for it. The replicas of an expert group synchronize
+in every layer, so their passes start together when the last replica is ready. After its last pass,
+a rank contributes its gradients to the sum over all ranks as its last unit completes them.
 """
 
 import time
@@ -43,20 +43,21 @@ from moonvit3d.memory import kept_bytes
 Floats = NDArray[np.float64]
 
 
-SCATTER = 0.1  # of true costs around those that are planned with
+SCATTER = 0.1  # scatter of the true costs around the planned costs
 
 
 @dataclass(frozen=True)
 class Bubbles:
-    """A way to fill bubbles.
+    """One way to fill bubbles.
 
     Attributes:
-        title: in words.
-        order_rows: as in `data`.
-        filling: of the plan.
-        gather: plan on a timeline whose short waits lie together.
-        scatter: how far true costs are off, as `Assumptions.cost_scatter`.
-        put_off: a rank puts backward pieces off that would go over their slot. On CUDA none does.
+        title: description in words.
+        order_rows: value of `data.order_rows`.
+        filling: parameters of the plan.
+        gather: True to plan on a timeline whose short waits are merged.
+        scatter: error of the planned costs, as in `Assumptions.cost_scatter`.
+        put_off: True if a rank postpones backward pieces that would overrun their slot. On CUDA no
+            rank does.
     """
 
     title: str
@@ -70,7 +71,11 @@ class Bubbles:
 def units_of(
     plan: GlobalPlan, config: Config, assumed: Assumptions, off: Floats | float = 1.0
 ) -> Units:
-    """Return a step's units with what they cost; `off`: times what each item should."""
+    """Return a step's units with their costs.
+
+    Args:
+        off: true cost over planned cost of each item.
+    """
     seconds = true_costs(config, assumed).seconds(plan.items.patches) / FORWARDS_PER_STEP * off
     per_microbatch = config.train.rows_per_microbatch
     number = plan.items.row.astype(np.int64) // per_microbatch
@@ -89,7 +94,7 @@ def units_of(
 
 
 def scattered(items: int, step: int, seed: int, scatter: float) -> Floats:
-    """Return how far true costs of items are off: the same draws as `phases.true_plan`."""
+    """Return true over planned cost of each item, from the same draws as `phases.true_plan`."""
     draw = np.random.Generator(np.random.Philox(key=(seed, step)))
     return np.exp(scatter * draw.standard_normal(items))
 
@@ -103,16 +108,18 @@ def run_through(
     put_off: bool = True,
     sum_seconds: float = 0.0,
 ) -> float:
-    """Return when a step is done, in seconds from its beginning.
+    """Return the end of a step in seconds from its start.
 
     Args:
-        units: those of the plan, with true costs.
-        text: the pipeline without vision work.
-        filling: of the plan: pieces, transport, and what a bubble that is used loses.
-        experts: replicas that meet in every layer.
+        plan: assignment of pieces to slots.
+        units: units of the plan, with true costs.
+        text: pipeline without vision work.
+        filling: parameters of the plan: pieces, transport, and the overhead of a used bubble.
+        experts: replicas that synchronize in every layer.
         put_off: as in `Bubbles`.
-        sum_seconds: of the sum of the encoder's gradients over all ranks. Those of a piece of the
-            forward pass, which all have as many, travel when each rank's last unit has done it.
+        sum_seconds: seconds to sum the encoder's gradients over all ranks. Every piece has the same
+            number of gradients; they are summed once the last unit of every rank has run that
+            piece.
     """
     schedule, line = text.schedule, text.line
     replicas = len(plan.stage) // schedule.stages
@@ -133,12 +140,12 @@ def run_through(
     ]
     groups, together = replicas // experts, plan.together.reshape(-1, replicas)
     busy = np.zeros((schedule.stages, replicas))
-    opened = np.zeros((schedule.stages, replicas))  # when the slot began
+    opened = np.zeros((schedule.stages, replicas))  # start of the current slot
     ended = np.zeros((schedule.stages, schedule.num_passes, groups))
     ready = np.zeros((schedule.microbatches, replicas))
     done = np.zeros((schedule.microbatches, groups))
     left: dict[tuple[int, int], deque[list[Any]]] = defaultdict(deque)
-    complete = np.zeros(plan.pieces)  # when the last rank has a piece's gradients
+    complete = np.zeros(plan.pieces)  # time at which the last rank has a piece's gradients
     for _, stage, kind, slot in sorted(order):
         inside = 0 < slot < schedule.num_passes
         lost = filling.slot_seconds if inside else 0.0
@@ -197,13 +204,13 @@ def run_through(
 def _behind(
     left: deque[list[Any]], together: int, pieces: int, begin: float, time: float, done: Floats
 ) -> tuple[float, Floats]:
-    """Do what a rank has left behind its last pass.
+    """Run the pieces that a rank has left after its last pass.
 
     Args:
         left: as in `_spent`.
-        together: how many last pieces are done piece by piece for all their units.
-        pieces: of a unit.
-        begin: of the slot: no gradient of a weight leaves before.
+        together: number of last pieces that run piece by piece across all their units.
+        pieces: pieces of a unit.
+        begin: start of the slot; no weight gradient is sent earlier.
         time: when the rank is free.
         done: as in `_spent`.
 
@@ -224,14 +231,16 @@ def _behind(
 
 
 def _spent(left: deque[list[Any]], time: float, ends: float, done: Floats) -> float:
-    """Do pieces that wait for gradients until a slot is used up; return when the rank is free.
+    """Run pieces that wait for gradients until a slot is full; return when the rank is free.
 
-    A rank may put these off by itself: nobody waits for them before the step's end.
+    A rank may postpone these pieces, because no rank waits for them before the end of the step.
 
     Args:
-        left: (unit, group, microbatch, pieces, seconds of each), in order; done ones are taken out.
-        ends: when the slot is used up; no piece begins that goes over it by more than `OVER`.
-        done: when the gradients of a microbatch are there, [microbatches, groups].
+        left: (unit, group, microbatch, pieces, seconds of each), in order; finished entries are
+            removed.
+        ends: end of the slot; no piece starts that would overrun it by more than `OVER` of its
+            length.
+        done: arrival time of a microbatch's gradients, [microbatches, groups].
     """
     while left:
         _, group, microbatch, count, seconds = left[0]
@@ -247,16 +256,17 @@ def _spent(left: deque[list[Any]], time: float, ends: float, done: Floats) -> fl
     return time
 
 
-Runs = list[tuple[int, float]]  # pieces, and seconds of each
+Runs = list[tuple[int, float]]  # (number of pieces, seconds of each)
 _Slice = tuple[int, int, int, int, Runs, bool]
 
 
 def _work(
     plan: BubblePlan, units: Units, replicas: int
 ) -> Mapping[tuple[int, int, int], list[_Slice]]:
-    """Return (stage, slot, 0 forward or 1 backward) -> what its ranks do there, in their order.
+    """Return the ordered work of each (stage, slot, 0 for forward or 1 for backward).
 
-    Each as (unit, replica, replica that needs it, microbatch, pieces, whether they are the last).
+    An entry is (unit, replica, home replica, microbatch, runs, True if it completes a unit's
+    forward).
     """
     cut = plan.pieces
     home, microbatch = units.home.tolist(), units.microbatch.tolist()
@@ -281,16 +291,16 @@ def _work(
 
 @dataclass(frozen=True)
 class BubbleStep:
-    """A step with work in its bubbles, in seconds.
+    """A step with vision work in its bubbles, in seconds unless stated otherwise.
 
     Attributes:
-        text: with text alone.
-        load: of vision work, mean of all ranks.
-        bubble: of the pipeline with text alone, mean of all ranks.
-        upfront, after: planned before and behind the passes.
-        total: of the step.
-        kept_gib: most that a rank keeps of activations, were all of them there at once.
-        planning: of one core, to plan the units and check the plan.
+        text: step with text only.
+        load: vision work, mean of all ranks.
+        bubble: bubble of the text-only pipeline, mean of all ranks.
+        upfront, after: planned work before and after the passes.
+        total: the whole step.
+        kept_gib: largest sum of kept activations on a rank, in GiB, as if all were live at once.
+        planning: time of one core to plan the units and check the plan.
     """
 
     text: float
@@ -306,7 +316,7 @@ class BubbleStep:
 def bubble_step(
     plan: GlobalPlan, case: Case, way: Bubbles, chunks: int | None = None
 ) -> BubbleStep:
-    """Plan a step's vision work into the bubbles, check the plan, and let it run.
+    """Plan a step's vision work into the bubbles, check the plan and run it.
 
     Args:
         chunks: as in `backbone.pipeline`.
@@ -374,7 +384,7 @@ WAYS = {
 
 @dataclass(frozen=True)
 class BubbleCase:
-    """Steps to simulate, and how; `chunks` as in `backbone.pipeline`."""
+    """Steps to simulate, and the ways to fill their bubbles; `chunks` as in `backbone.pipeline`."""
 
     case: Case
     chunks: int | None
@@ -396,7 +406,7 @@ def bubble_grid(quick: bool) -> Iterator[BubbleCase]:
 
 
 def run_bubbles(one: BubbleCase, library: Library) -> dict[str, dict[str, Any]]:
-    """Simulate a case; returns way -> efficiency, its error, and mean seconds of the parts."""
+    """Simulate a case; return efficiency, its error and mean seconds of the parts, by way."""
     found: dict[str, dict[str, Any]] = {}
     for name in one.ways:
         steps = [

@@ -1,8 +1,8 @@
-"""What a simulated run reads: a mix of real sizes as a source, texts beside it, and its steps.
+"""Data of a simulated run: a mix with real sizes, synthetic texts, and the planned steps.
 
-The steps are those that the project's own planner makes: it draws the sources so that media hold
-the wanted share of tokens, shrinks what leaves no room in a row, and packs rows. Nothing is read,
-sizes are all that it needs.
+The project's data planner makes the steps. It draws sources so that media reach the requested share
+of tokens, shrinks media that do not fit in a row, and packs rows. It needs only sizes, so no data
+is read.
 """
 
 import csv
@@ -36,8 +36,8 @@ Ints = NDArray[np.int64]
 MIX = Path(__file__).parent / "mix.csv"
 MEDIA, TEXT = "multimodal", "text"  # the sources of configs/kimi_k25_1t.yaml
 
-# What stands around media in a row: tokens before an item's pads (with a chunk's timestamp), text
-# of a document, and of texts on their own a log-normal length.
+# Text around media in a row: tokens before an item's pads (a chunk's include its timestamp), text
+# tokens of a document, and the log-normal length of text-only samples.
 ITEM_PREFIX = 3
 CHUNK_PREFIX = 12
 DOCUMENT_TEXT = 60
@@ -46,13 +46,13 @@ TEXT_MEDIAN, TEXT_SPREAD, TEXTS = 700, 1.0, 20_000
 
 @dataclass(frozen=True)
 class Mix:
-    """Media items (images and video chunks) of documents, in order. Columns of equal length.
+    """Media items (images and video chunks) in document order, as columns of equal length.
 
     Attributes:
         kind: KIND_IMAGE or KIND_VIDEO.
         frames: 1 for an image, 1 to 4 for a chunk.
         width, height: pixels.
-        document: number of its document, rising.
+        document: number of the item's document, ascending.
     """
 
     kind: Ints
@@ -75,7 +75,7 @@ class Mix:
 
 
 def read_mix(path: Path = MIX) -> Mix:
-    """Read a table of sizes; clips become chunks of at most four frames."""
+    """Read a table of sizes and cut clips into chunks of at most four frames."""
     lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
     items: list[tuple[int, int, int, int, int]] = []
     for line in csv.DictReader(lines):
@@ -87,11 +87,11 @@ def read_mix(path: Path = MIX) -> Mix:
 
 
 def media_source(mix: Mix, limits: PatchLimits, seq_len: int) -> SourceIndex:
-    """Return the mix as a source of samples that fit a row.
+    """Return the mix as a source of samples that fit in a row.
 
-    A document that is longer is cut between its items, as one would when its data is prepared: the
-    planner shrinks all media of a sample that does not fit, and frames of long clips would come out
-    tiny. What is left to shrink is a single page that needs more than a row.
+    Longer documents are cut between their items, as data preparation would do. Otherwise the
+    planner would shrink all media of a sample that does not fit, and frames of long clips would
+    become tiny. Only a single page that needs more than a row is still shrunk.
     """
     prefix = np.where(mix.kind == KIND_VIDEO, CHUNK_PREFIX, ITEM_PREFIX)
     room = mix.tokens(limits) + prefix + 1
@@ -112,7 +112,10 @@ def media_source(mix: Mix, limits: PatchLimits, seq_len: int) -> SourceIndex:
 
 
 def _first_of_samples(room: Ints, document: Ints, most: int) -> NDArray[np.bool_]:
-    """Return which items begin a sample: the first of a document, and one that is too much."""
+    """Return a mask of the items that begin a sample.
+
+    An item begins a sample if it is the first of a document or does not fit in the sample before.
+    """
     first = np.zeros(len(room), np.bool_)
     filled = 0
     for item, (size, changed) in enumerate(zip(room, np.diff(document, prepend=-1))):
@@ -122,7 +125,7 @@ def _first_of_samples(room: Ints, document: Ints, most: int) -> NDArray[np.bool_
 
 
 def text_source(seed: int) -> SourceIndex:
-    """Return a source of texts of log-normal lengths."""
+    """Return a source of synthetic texts with log-normal lengths."""
     draw = np.random.Generator(np.random.Philox(seed))
     lengths = draw.lognormal(np.log(TEXT_MEDIAN), TEXT_SPREAD, TEXTS)
     return synthetic_index(TEXT, lengths.clip(20, 100_000).astype(np.int64))
@@ -132,8 +135,8 @@ def steps(data: DataConfig, count: int, mix: Mix) -> Iterator[GlobalPlan]:
     """Yield the first steps of a run with this data configuration.
 
     Args:
-        data: its sources are replaced by the mix and the made-up texts, in its own shares.
-        count: how many.
+        data: configuration; the mix and the synthetic texts replace its sources.
+        count: number of steps.
         mix: sizes of the media.
     """
     indices = [media_source(mix, data.limits, data.seq_len), text_source(data.seed)]
@@ -145,7 +148,7 @@ def steps(data: DataConfig, count: int, mix: Mix) -> Iterator[GlobalPlan]:
 
 
 class Library:
-    """Steps by data configuration; the last ones stay, so that cases which share data plan once.
+    """Cache of planned steps, keyed by data configuration, for cases that share data.
 
     Args:
         mix: sizes of the media.
@@ -168,10 +171,10 @@ class Library:
 
 
 def facts(mix: Mix, limits: PatchLimits, config: MoonViTConfig, seq_len: int) -> dict[str, Any]:
-    """Return what the mix is like, under the limits.
+    """Return statistics of the mix under the limits.
 
-    Document sizes are counted before the limits, with sides rounded to the nearest token, the way
-    in which the mix was first described.
+    Document sizes are counted before the limits, with sides rounded to the nearest token, as in the
+    first description of the mix.
     """
     before = document_tokens(mix)
     grid, tokens = mix.grids(limits), mix.tokens(limits)
@@ -203,6 +206,6 @@ def document_tokens(mix: Mix) -> Ints:
 
 
 def share_of_top_tenth(sizes: Ints) -> float:
-    """Return which part of the whole the largest tenth holds."""
+    """Return the share of the total that the largest tenth holds."""
     largest = np.sort(sizes)[::-1][: len(sizes) // 10]
     return float(largest.sum() / sizes.sum())

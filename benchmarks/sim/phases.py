@@ -1,10 +1,10 @@
-"""How long a step takes around and inside the pipeline, from the project's own vision plan.
+"""Simulates a step that encodes before and after the pipeline, with the project's vision plan.
 
-    vision forward | hand-over | pipeline, as long as with text alone | hand-back | recompute and
+    vision forward | hand-over | pipeline, as long as with text only | hand-back | recompute and
     backward | sum of the encoder's gradients
 
-Nothing of the encoder is hidden in the pipeline's bubbles. A phase takes as long as its slowest
-rank; ranks wait for each other where they exchange embeddings (the scope) and, inside the pipeline,
+No encoder work is hidden in the pipeline's bubbles. A phase takes as long as its slowest rank.
+Ranks wait for each other where they exchange embeddings (within a scope) and, inside the pipeline,
 where they exchange tokens for experts.
 """
 
@@ -28,7 +28,7 @@ from moonvit3d.memory import activation_bytes
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-BYTES = 2  # of a number on its way and in memory: bfloat16
+BYTES = 2  # bytes per number in transit and in memory: bfloat16
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class StepTime:
     """Seconds of one step, in parts that add up to `total`.
 
     Attributes:
-        text: the pipeline with text alone.
-        encoder: what every rank's encoder would take in perfect balance.
-        imbalance: how much longer the slowest takes in both phases.
+        text: pipeline with text only.
+        encoder: encoder time of every rank in perfect balance.
+        imbalance: extra time of the slowest rank in both phases.
         exchange: hand-over and hand-back.
-        overhead: gradient sum, launches and waiting.
-        total: of the step.
+        overhead: gradient sum, launches and waits.
+        total: the whole step.
     """
 
     text: float
@@ -53,7 +53,7 @@ class StepTime:
 
 
 def true_plan(plan: GlobalPlan, config: Config, assumed: Assumptions) -> VisionPlan:
-    """Return the project's vision plan with what items really cost: it may have believed else."""
+    """Return the project's vision plan with true item costs in place of the estimates."""
     vision = VisionPlanner(config).plan(plan)
     draw = np.random.Generator(np.random.Philox(key=(config.data.seed, plan.step)))
     off = np.exp(assumed.cost_scatter * draw.standard_normal(len(vision.patches)))
@@ -63,7 +63,7 @@ def true_plan(plan: GlobalPlan, config: Config, assumed: Assumptions) -> VisionP
 
 
 def true_costs(config: Config, assumed: Assumptions) -> CostModel:
-    """Return what items cost, in seconds."""
+    """Return the model of true item costs, in seconds."""
     model = CostModel.from_flops(config.model.vision, assumed.encoder_flops)
     more = (assumed.attention_backward - 2) / FORWARDS_PER_STEP
     return replace(model, per_patch_squared=model.per_patch_squared * (1 + more))
@@ -75,10 +75,10 @@ def decoupled(
     """Return the time of a step whose encoder runs before and after the pipeline.
 
     Args:
-        vision: who encodes what, with true costs.
-        plan: of the step.
+        vision: assignment of items, with true costs.
+        plan: rows and items of the step.
         config: layout and `dep`.
-        assumed: speeds.
+        assumed: machine speeds.
         text: seconds of the pipeline.
     """
     seconds = vision.predicted_seconds()
@@ -87,7 +87,7 @@ def decoupled(
     ranks = Ranks(config.layout, config.dep.ranks_per_node)
     scope = ranks.replica // replicas_per_scope(config)
     exchange = exchange_seconds(vision, config, assumed, scope)
-    # Experts tie the replicas of their group together, embeddings those of a scope.
+    # Replicas wait for each other within an expert group and within a scope.
     together = ranks.replica // max(replicas_per_scope(config), config.layout.ep)
     phases = _slowest(forward, together) + _slowest(backward, together)
     both = 2 * _slowest(exchange[scope], together)
@@ -110,8 +110,8 @@ def exchange_seconds(
 ) -> Floats:
     """Return the seconds of the hand-over in each scope, float64 [scopes].
 
-    The busiest rank sets the pace; what stays on its rank costs nothing, all else goes at the speed
-    between nodes.
+    The busiest rank determines the time. Tokens that stay on their rank cost nothing; all others
+    move at the speed between nodes.
     """
     busier = np.maximum(*vision.tokens_away())
     embedding = config.model.vision.out_width * BYTES
@@ -119,9 +119,9 @@ def exchange_seconds(
 
 
 def kept_seconds(vision: VisionPlan, plan: GlobalPlan, config: Config) -> Floats:
-    """Return the seconds of recompute that each rank is spared, float64 [ranks].
+    """Return the seconds of recompute that each rank saves, float64 [ranks].
 
-    Chunks are cut and kept as `kimi_pretrain.dep.encoder` does it.
+    Chunks are cut and kept as in `kimi_pretrain.dep.encoder`.
     """
     saved = np.zeros(vision.num_ranks)
     if config.dep.keep_activations == "none":
@@ -146,10 +146,10 @@ def kept_seconds(vision: VisionPlan, plan: GlobalPlan, config: Config) -> Floats
 
 
 def colocated(plan: GlobalPlan, config: Config, assumed: Assumptions, text: float) -> StepTime:
-    """Return the time of a step whose first stages encode inside the graph, nothing twice.
+    """Return the time of a step whose first stages encode inside the graph, without recompute.
 
-    The replicas of a group of experts meet in every layer, so each microbatch takes as long as the
-    one with the most media among theirs.
+    The replicas of an expert group synchronize in every layer, so each microbatch takes as long as
+    the one with the most media in its group.
     """
     model = CostModel.from_flops(config.model.vision, assumed.encoder_flops)
     once = model.seconds(plan.items.patches) / FORWARDS_PER_STEP

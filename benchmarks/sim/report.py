@@ -1,4 +1,4 @@
-"""The simulation's figures as tables to read and one picture."""
+"""Tables and efficiency picture of the simulation."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ BOUNDS = {
 }
 TITLES = {name: scheme.title for name, scheme in SCHEMES.items()} | BOUNDS
 
-# Schemes of the picture, with colours that people who see few can tell apart too.
+# Schemes in the picture, with colours that colour-blind readers can tell apart.
 LINES = {
     "round_robin": ("dealt out by count", "#b8562f", "s"),
     "replica": ("balanced inside each replica", "#e0a93b", "^"),
@@ -26,11 +26,11 @@ LINES = {
 }
 MUTED = "#6b7280"
 DPI = 140
-PARTS = ("text", "encoder", "imbalance", "exchange", "overhead", "total")  # of `StepTime`
+PARTS = ("text", "encoder", "imbalance", "exchange", "overhead", "total")  # fields of `StepTime`
 
 
 def page(report: Mapping[str, Any]) -> str:
-    """Return the results as a page."""
+    """Return the results as a Markdown page."""
     quick = ["", "**Quick form: too few steps for figures to quote.**"] if report["quick"] else []
     lines = [
         "# What DEP can reach: the simulation's figures",
@@ -72,7 +72,7 @@ def page(report: Mapping[str, Any]) -> str:
 
 
 def main_table(report: Mapping[str, Any]) -> list[str]:
-    """Return the main figures: a table for each share, schemes and bounds down, ranks across."""
+    """Return the main results: a table per vision share, with a column for each number of ranks."""
     lines: list[str] = []
     for share in dict.fromkeys(case["vision"] for case in report["grid"]):
         cases = [case for case in report["grid"] if case["vision"] == share]
@@ -102,7 +102,7 @@ def _error_note(report: Mapping[str, Any]) -> list[str]:
 
 
 def parts_table(report: Mapping[str, Any]) -> list[str]:
-    """Return the seconds of a step at the most ranks, part by part."""
+    """Return the seconds of each part of a step at the largest number of ranks."""
     ranks = max(case["ranks"] for case in report["grid"])
     head = ["", "text alone", "encoder", "imbalance", "exchange", "sum, waits", "step"]
     rows = []
@@ -117,7 +117,7 @@ def parts_table(report: Mapping[str, Any]) -> list[str]:
 
 
 def bubbles_table(report: Mapping[str, Any]) -> list[str]:
-    """Return the efficiency of each way to fill bubbles: a table for each pipeline."""
+    """Return the efficiency of each way to fill bubbles, one table for each pipeline."""
     lines: list[str] = []
     for chunks in dict.fromkeys(case["chunks"] for case in report["bubbles"]):
         cases = [case for case in report["bubbles"] if case["chunks"] == chunks]
@@ -148,7 +148,7 @@ def bubbles_table(report: Mapping[str, Any]) -> list[str]:
 
 
 def variations_tables(report: Mapping[str, Any]) -> list[str]:
-    """Return one small table for each thing that was varied."""
+    """Return one small table for each varied quantity."""
     lines: list[str] = []
     varied = report["variations"]
     for group in dict.fromkeys(entry["group"] for entry in varied):
@@ -174,7 +174,7 @@ SHORT = {
 
 
 def sensitivity_table(report: Mapping[str, Any]) -> list[str]:
-    """Return all variations in one table: the best scheme simulated, at 10% and 30%."""
+    """Return all variations in one table: the best simulated scheme at 10% and 30%."""
     varied = [entry for entry in report["variations"] if entry["group"] != "modelling"]
     rows = []
     for group in dict.fromkeys(entry["group"] for entry in varied):
@@ -190,7 +190,7 @@ def _best(found: Mapping[str, Any]) -> str:
     return _percent(found["split" if "split" in found else "world"]["efficiency"])
 
 
-# What an earlier, separate simulation found, in per cent at 10, 30 and 50% vision tokens.
+# Results of an earlier, separate simulation, in per cent at 10, 30 and 50% vision tokens.
 EARLIER = {
     "round_robin": (80.6, 71.2, 65.5),
     "copy": (92.1, 87.4, 82.1),
@@ -253,7 +253,7 @@ def _layouts(report: Mapping[str, Any]) -> list[str]:
     return table(head, rows)
 
 
-# Assumption -> what it is, for the page. The rest are facts of the mix, whose names say it.
+# Meaning of each assumption, for the page. The other rows are facts of the mix with clear names.
 MEANING = {
     "peak_flops": "operations a second of a rank, bfloat16, dense (H800)",
     "backbone_efficiency": "of it, by the language model inside a pass, expert exchange included",
@@ -307,7 +307,7 @@ def _percent(value: float) -> str:
 
 
 def picture(report: Mapping[str, Any], path: Path) -> None:
-    """Draw efficiency against ranks, a panel for each share of media tokens."""
+    """Draw efficiency against ranks, one panel for each vision share."""
     shares = list(dict.fromkeys(case["vision"] for case in report["grid"]))
     figure = Figure(figsize=(3.6 * len(shares), 4.2), dpi=DPI, layout="constrained")
     panels = figure.subplots(1, len(shares), sharey=True, squeeze=False)[0]
@@ -329,7 +329,7 @@ def _panel(axes: Axes, cases: Sequence[Mapping[str, Any]]) -> None:
     ends = {}
     for name, (label, color, marker) in LINES.items():
         values = [100 * case["found"][name]["efficiency"] for case in cases]
-        size = 8 if name == "world" else 5  # seen behind "split" where both are the same
+        size = 8 if name == "world" else 5  # visible behind "split" where both are equal
         axes.plot(ranks, values, color=color, marker=marker, markersize=size, label=label)
         ends[name] = values[-1]
     heights = apart(list(ends.values()), 1.5)
@@ -347,7 +347,7 @@ def _panel(axes: Axes, cases: Sequence[Mapping[str, Any]]) -> None:
 
 
 def apart(values: Sequence[float], gap: float) -> list[float]:
-    """Return heights near the values, in their order, at least `gap` from one another."""
+    """Return heights near the values, in the same order and at least `gap` apart."""
     heights, last = [0.0] * len(values), float("inf")
     for place in sorted(range(len(values)), key=lambda place: (-values[place], -place)):
         heights[place] = last = min(values[place], last - gap)

@@ -1,4 +1,4 @@
-"""Cases of the simulation: layouts, schemes, and what is varied around one of them."""
+"""Cases of the simulation: layouts, schemes, and the quantities that vary."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,22 +14,23 @@ from kimi_pretrain.config import Config, load_config
 from kimi_pretrain.dep.cost import FORWARDS_PER_STEP
 
 PRESET = "kimi_k25_1t"
-ROWS_PER_RANK = 4  # of PP16 with 64 microbatches
+ROWS_PER_RANK = 4  # PP16 with 64 microbatches of one row
 PUBLISHED_LIMITS = {"image": 16384, "frame": 4096}
 
-# 16 chunks, of 8 ranks or of 16: 61 layers, and the head, which costs 2.2 layers, with one.
+# 16 chunks, on 8 or 16 ranks. They hold 61 layers; the last chunk has one layer and the head, which
+# costs 2.2 layers.
 CHUNKS16 = "Etttt|(tttt|)*14tL"
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """A way to do the vision work of a step: keys of the `dep` section."""
+    """One way to do the vision work of a step, as keys of the `dep` section."""
 
     title: str
     dep: Mapping[str, Any] = field(default_factory=dict)
 
 
-# What a scheme and a case leave open; stated here, so that figures do not follow the preset.
+# Defaults of schemes and cases, stated here so that results do not depend on the preset.
 DEP = {
     "placement": "decoupled",
     "assign": "balanced",
@@ -42,7 +43,7 @@ DEP = {
     "keep_activations": "none",
     "memory_limit_gib": None,
 }
-SPLIT = {"max_split": 8}  # only ranks of a node share an item
+SPLIT = {"max_split": 8}  # only ranks of one node share an item
 SCHEMES = {
     "colocated": Scheme("inside the first stage, no DEP", {"placement": "colocated"}),
     "owner": Scheme("DEP, first stages encode all", {"assign": "owner"}),
@@ -60,15 +61,15 @@ class Case:
     """One layout, one mix, one set of assumptions.
 
     Attributes:
-        ranks: GPUs.
+        ranks: number of GPUs.
         vision: share of media tokens.
         num_steps: steps to simulate.
-        rows_per_rank: 4,096-token rows of a step, for each rank.
-        limits: patches of an image and of a frame.
-        assumed: speeds.
-        layout: keys of the `layout` section, over those of `layout_of`.
-        dep: keys of the `dep` section for all schemes, below the scheme's own.
-        seed: of the order of samples.
+        rows_per_rank: rows of 4,096 tokens per step and rank.
+        limits: patch limits of an image and of a frame.
+        assumed: machine speeds.
+        layout: keys of the `layout` section, which override `layout_of`.
+        dep: keys of the `dep` section for all schemes; the scheme's own keys override them.
+        seed: seed of the sample order.
     """
 
     ranks: int
@@ -83,12 +84,12 @@ class Case:
 
 
 def layout_of(ranks: int) -> dict[str, Any]:
-    """Return the layout at so many ranks: 16 stages, experts over up to 16 replicas.
+    """Return the layout for a number of ranks: 16 stages, experts over up to 16 replicas.
 
-    Eight ranks are one pipeline of 8 stages.
+    Eight ranks form one pipeline of 8 stages.
 
     Raises:
-        ValueError: ranks that do not make whole replicas.
+        ValueError: the ranks do not form whole replicas.
     """
     if ranks == 8:
         return {"pp": 8, "vpp": 2, "dp": 1, "ep": 1, "stages": CHUNKS16}
@@ -127,12 +128,12 @@ def _yaml(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Found:
-    """What a scheme came to in a case, over all its steps.
+    """Results of a scheme in a case, over all its steps.
 
     Attributes:
-        efficiency: mean step time with text alone over mean step time with media.
+        efficiency: mean step time with text only over mean step time with media.
         error: standard error of the efficiency, from the spread over steps.
-        slowest: efficiency of the slowest step in a hundred.
+        slowest: efficiency at the 99th percentile of step time.
         parts: mean seconds of the parts of a step, see `StepTime`.
     """
 
@@ -143,10 +144,10 @@ class Found:
 
 
 def run(case: Case, schemes: Sequence[str], library: Library) -> dict[str, Found]:
-    """Simulate a case; returns scheme -> what was found, and "perfect", the bound of all of them.
+    """Simulate a case; return the results of each scheme and of two bounds.
 
-    "perfect" is balance without any loss, exchange or wait, everything encoded twice; "once" the
-    same with nothing encoded twice.
+    The bound "perfect" is perfect balance without losses, exchanges or waits, and with everything
+    encoded twice. The bound "once" is the same with nothing encoded twice.
     """
     configs = {name: config_of(case, SCHEMES[name]) for name in schemes}
     plain = config_of(case)

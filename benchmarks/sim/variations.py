@@ -1,4 +1,4 @@
-"""What the simulation runs: the main grid, and one thing at a time changed around it."""
+"""Runs of the simulation: the main grid, and variations of one quantity at a time."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -9,12 +9,12 @@ from benchmarks.sim.backbone import text_seconds
 from benchmarks.sim.study import CHUNKS16, Case, config_of
 
 VISION = (0.1, 0.3, 0.5)
-# Ranks -> steps. Few ranks see few items in a step, and steps differ; many ranks see thousands.
+# Steps for each number of ranks. Few ranks have few items in a step, so their steps differ more.
 STEPS = {8: 400, 64: 150, 256: 60, 1024: 24, 4096: 8}
 QUICK_STEPS = {8: 4, 64: 2, 256: 1}
 
-AROUND, VARIED_STEPS = 1024, 4  # of the case that is varied
-EARLIER = 2048  # ranks of an earlier simulation
+AROUND, VARIED_STEPS = 1024, 4  # ranks and steps of the varied case
+EARLIER = 2048  # ranks of the earlier simulation
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Variation:
     """One case off the main grid.
 
     Attributes:
-        group: what is varied, in words.
-        label: to which value.
-        case: with this value.
-        schemes: which are simulated.
+        group: the varied quantity, in words.
+        label: its value.
+        case: case with this value.
+        schemes: simulated schemes.
     """
 
     group: str
@@ -42,9 +42,10 @@ def grid(quick: bool) -> Iterator[Case]:
 
 
 def variations(quick: bool) -> list[Variation]:
-    """Return what is varied, one thing at a time, at 10% and 30% vision tokens.
+    """Return the variations, one quantity at a time, at 10% and 30% vision tokens.
 
-    The quick form has the last value of each group, at 256 ranks and 10%.
+    The comparison with an earlier simulation also covers 50%. The quick form has the last value of
+    each group, at 256 ranks and 10%.
     """
     found: list[Variation] = []
     for vision in VISION[: 1 if quick else 2]:
@@ -135,7 +136,7 @@ def _knowledge(around: Case) -> Iterator[Variation]:
 
 
 def _modelling(around: Case) -> Iterator[Variation]:
-    """What an earlier simulation assumed instead, step by step."""
+    """Yield the modelling choices of an earlier simulation, one at a time and together."""
     both = Assumptions(attention_backward=2.5, equal_chunks=True)
     for label, assumed in (
         ("as everywhere here", Assumptions()),

@@ -1,8 +1,8 @@
-"""The configurations whose steps are predicted and measured: sizes, layouts, shares of media."""
+"""Configurations whose steps are predicted and measured: sizes, layouts, media shares."""
 
 from dataclasses import dataclass, field
 
-# Sizes of the language model, over those of benchmarks/dep/config.yaml.
+# Sizes of the language model, which override benchmarks/dep/config.yaml.
 SMALL = (
     "model.vision.out_width=192", "model.language.hidden_size=192", "model.language.num_heads=3",
     "model.language.dense_ffn_size=768", "model.language.expert_ffn_size=192",
@@ -22,13 +22,13 @@ class Case:
     """One configuration.
 
     Attributes:
-        layout: values of the section.
-        hidden: width of the language model: one of `SIZES`, or as other overrides have it.
-        layers: of the language model, the first of them dense.
-        rows: of a step.
-        per_microbatch: rows that go through the model together.
-        media: share of the tokens.
-        experts: of a layer.
+        layout: keys of the `layout` section.
+        hidden: width of the language model, a key of `SIZES` or the value that other overrides set.
+        layers: layers of the language model; the first is dense.
+        rows: rows of a step.
+        per_microbatch: rows of a microbatch.
+        media: media share of the tokens.
+        experts: experts of a layer.
     """
 
     layout: dict[str, int] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What is different about it, in words."""
+        """Description of the configuration in words."""
         layout = " ".join(f"{key}{value}" for key, value in self.layout.items())
         return (
             f"{layout}, {self.layers} layers of {self.hidden}, {self.experts} experts, "
@@ -50,7 +50,7 @@ class Case:
 
     @property
     def overrides(self) -> list[str]:
-        """What makes it of benchmarks/dep/config.yaml."""
+        """Overrides of benchmarks/dep/config.yaml."""
         layout = {"pp": 1, "vpp": 1, "dp": 1, "ep": 1} | self.layout
         media = (f"data.vision_token_ratio={self.media}",) if self.media else TEXT
         return [
@@ -59,7 +59,7 @@ class Case:
             f"model.language.num_layers={self.layers}", f"data.rows_per_step={self.rows}",
             f"train.rows_per_microbatch={self.per_microbatch}",
             f"model.language.num_experts={self.experts}", *media,
-            "dep.ranks_per_node=1",  # what travels between the processes goes at --network
+            "dep.ranks_per_node=1",  # traffic between the processes then has the rate of --network
         ]  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """One process of the benchmark: torchrun --module benchmarks.step_plan.job SETUP.json OUT.json.
 
-The process calibrates by itself, at the same time as the other one; then both join in the layout
-of the configuration, time the network, and run steps.
+Each process calibrates separately, at the same time as the other one. Both then form the layout of
+the configuration, time the network and run steps.
 """
 
 import json
@@ -39,7 +39,7 @@ KINDS = {"cost": CostConfig, "pass_cost": PassCostConfig, "update_cost": UpdateC
 
 
 def main(setup: Mapping[str, Any], out: Path) -> None:
-    """Run one case and let rank 0 write what it found."""
+    """Run one case and let rank 0 write the results."""
     quiet_libraries()
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
@@ -55,7 +55,7 @@ def main(setup: Mapping[str, Any], out: Path) -> None:
 
 
 def calibrated(config: Config, seconds: float) -> dict[str, dict[str, float]]:
-    """Return what this process measures of each section of costs."""
+    """Return the costs that this process measures, by config section."""
     media = config.data.vision_token_ratio is not None
     passes = calibrate_passes(config, seconds)
     assert passes.update is not None
@@ -64,11 +64,12 @@ def calibrated(config: Config, seconds: float) -> dict[str, dict[str, float]]:
 
 
 def measured(config: Config, mesh: Mesh, costs: Mapping[str, Any], steps: int) -> dict[str, Any]:
-    """Run steps, and predict the same ones.
+    """Run steps and predict the same steps.
 
     Args:
-        costs: of this rank; those of all ranks are averaged, as all must plan alike.
-        steps: that are timed, after one that is not.
+        costs: costs of this rank; they are averaged over the ranks, because all ranks must plan
+            alike.
+        steps: timed steps, after one warm-up step.
 
     Returns:
         plain values, the same on every rank.
@@ -96,8 +97,8 @@ def measured(config: Config, mesh: Mesh, costs: Mapping[str, Any], steps: int) -
 
 
 def timed(variant: Variant, batch: StepBatch, received: list[int]) -> list[Any]:
-    """Run a step from one barrier to the next; returns what each rank saw of it."""
-    variant.plan(batch)  # before, as the loader does it in a training
+    """Run a step between two barriers; return the measurements of each rank."""
+    variant.plan(batch)  # before the timing starts, as in the loader
     mesh = variant.step.mesh
     received.clear()
     mesh.barrier()
@@ -115,13 +116,13 @@ def timed(variant: Variant, batch: StepBatch, received: list[int]) -> list[Any]:
 
 
 def imbalance_of(run: Sequence[Mapping[str, Any]]) -> float:
-    """Return the tokens of the busier rank's experts over the mean, on the mean of all layers."""
+    """Return the expert tokens of the busier rank over the mean, averaged over all layers."""
     tokens = np.array([rank["expert_tokens"] for rank in run], np.float64)
     return float((tokens.max(axis=0) / tokens.mean(axis=0)).mean())
 
 
 def tokens_of_experts(bench: Bench) -> list[int]:
-    """Return a list that gets the tokens which come to this rank's experts, of each forward."""
+    """Return a list to which each forward appends the tokens that reach this rank's experts."""
     found: list[int] = []
     for chunk in bench.model.backbone.chunks:
         for module in chunk.modules():
@@ -133,11 +134,11 @@ def tokens_of_experts(bench: Bench) -> list[int]:
 
 
 def network_rates(mesh: Mesh) -> dict[str, float]:
-    """Return the bytes a second that each process sends, of the ways in which a step sends.
+    """Return the bytes per second that each process sends, by communication pattern.
 
-    exchange: all-to-all, as of tokens and embeddings. sum: gradients to the rank that updates them,
-    and weights back, with both ranks owning half. stages: a message to the other rank and back.
-    And latency: seconds of an all-to-all of a few bytes.
+    `exchange` is an all-to-all, as for tokens and embeddings. `sum` sends gradients to the rank
+    that updates them and weights back, where each rank owns half. `stages` is a message to the
+    other rank and back. `latency` is not a rate but the seconds of an all-to-all of a few bytes.
     """
     rank, other = mesh.rank, 1 - mesh.rank
     mine, theirs = (torch.ones(NETWORK_BYTES // 4) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The results as a page to read. Pure."""
+"""Renders the results as a Markdown page. Pure."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -56,7 +56,7 @@ def _how(about: Found) -> list[str]:
 
 
 def _parts(summary: Found) -> list[str]:
-    """Predicted parts beside the phases of the step."""
+    """Return the table of predicted parts next to the measured phases."""
     head = ["", "pipeline", "4 backbone", "vision and exchange", "2, 3, 5, 6", "update and sums",
             "7 update", "expert imbalance", "network, MB/s", "latency, ms"]  # fmt: skip
     rows = []

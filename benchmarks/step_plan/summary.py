@@ -1,4 +1,4 @@
-"""Errors of the predictions, how they rank configurations, and what was asked for. Pure."""
+"""Errors of the predictions, the ranking of configurations, and the targets. Pure."""
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations
@@ -6,11 +6,11 @@ from statistics import median
 from typing import Any
 
 MEDIAN_MOST, WORST_MOST, RANKED_LEAST = 0.10, 0.25, 0.9
-APART = 0.05  # measured times nearer to each other are not ranked
+APART = 0.05  # pairs with a smaller relative difference are not ranked
 
 
 def summarise(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return each case's figures, and those of all."""
+    """Return the figures of each case and of all cases together."""
     rows = [_row(case) for case in cases]
     errors = [abs(row["error"]) for row in rows]
     pairs = ranked(rows)
@@ -44,7 +44,7 @@ def _row(case: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def phases_of(runs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, float]:
-    """Return the median seconds of each phase, of the rank that computes most in it."""
+    """Return the median seconds of each phase on the rank that computes most in it."""
     names = dict.fromkeys(name for run in runs for rank in run for name in rank["phases"])
     return {name: median(_busiest(run, name) for run in runs) for name in names}
 
@@ -55,7 +55,7 @@ def _busiest(run: Sequence[Mapping[str, Any]], name: str) -> float:
 
 
 def ranked(rows: Sequence[Mapping[str, Any]]) -> list[bool]:
-    """Return, of each pair whose measured times are apart, whether the prediction ranks it so."""
+    """Return for each pair with distinct measured times True if the prediction orders it right."""
     found = []
     for one, other in combinations(rows, 2):
         faster, slower = sorted((one, other), key=lambda row: row["measured"]["median"])
@@ -65,7 +65,7 @@ def ranked(rows: Sequence[Mapping[str, Any]]) -> list[bool]:
 
 
 def targets(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return each target with what was found, and whether it is met."""
+    """Return each target with the measured value and whether it is met."""
     pairs, right = found["pairs"], found["ranked_right"]
     return [
         {
