@@ -1,5 +1,7 @@
 """Saves by several ranks, in the background; ranks are threads, writers are real processes."""
 
+import errno
+import json
 import os
 import resource
 import signal
@@ -439,3 +441,44 @@ def test_other_tensors_are_planned_anew(tmp_path):
 def test_memory_is_no_place_for_a_run():
     with pytest.raises(ValueError, match="checkpoint.place=memory://x"):
         checkpoints("memory://x", ranks.alone())
+
+
+def test_without_memory_for_all_files_the_first_are_given_back():
+    tensors = {name: torch.zeros(300) for name in "ab"}
+    with pytest.MonkeyPatch.context() as patch:
+        reserve, opened = os.posix_fallocate, []
+
+        def full(fd, offset, size):
+            opened.append(fd)
+            if len(opened) == 2:
+                raise OSError(errno.ENOMEM, "no memory")
+            reserve(fd, offset, size)
+
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(CheckpointError, match="no memory to copy"):
+            StagingBuffers({"1": ["a"], "2": ["b"]}, tensors, {}, torch.device("cpu"))
+    assert len(opened) == 2
+    for fd in opened:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+
+
+PRINTS = """
+import os, sys
+from kimi_pretrain.checkpoint import writer_process as w
+def served(lines, place, reply):
+    print("a library prints", flush=True)
+    os.write(1, b"and another writes")
+    reply.send(done=next(iter(lines)).strip())
+w.serve = served
+sys.argv = ["writer", str(os.getppid()), sys.argv[1], "1"]
+w.main()
+"""
+
+
+def test_what_libraries_print_in_a_writer_does_not_mix_with_its_replies(tmp_path):
+    command = [sys.executable, "-c", PRINTS, str(tmp_path / "place")]
+    done = subprocess.run(command, input="job\n", capture_output=True, text=True, timeout=100)
+    assert [json.loads(line)["done"] for line in done.stdout.splitlines()] == ["job"], done.stderr
+    assert "a library prints" in done.stderr
+    assert "and another writes" in done.stderr
