@@ -338,7 +338,7 @@ def test_what_the_user_has_to_mend_is_not_tried_again(tmp_path, monkeypatch, cap
     code = """
 import pathlib, sys, time
 logs = pathlib.Path(sys.argv[1]) / "logs"
-logs.mkdir()
+logs.mkdir(exist_ok=True)
 while True:
     (logs / "error_rank_0.txt").write_text("no such source\\nexit code 2, start this\\n")
     print("what follows from it", file=sys.stderr, flush=True)
