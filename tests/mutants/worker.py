@@ -85,6 +85,7 @@ class _Worker:
     def __init__(self, session: pytest.Session, job: dict[str, Any]):
         self.session, self.job = session, job
         self.root, self.folder = Path(job["root"]), Path(job["folder"])
+        self.folder.chmod(0o711)
         self.files, self._clock = dict[str, _TestFile](), 0
         for item in session.items:
             name = str(item.path.relative_to(self.root))
@@ -198,6 +199,7 @@ class _Worker:
         """
         reader, writer = os.pipe()
         with tempfile.TemporaryDirectory(dir=self.folder) as own:
+            os.chmod(own, 0o711)  # tests start servers of other users, whose folders lie in here
             pid = os.fork()
             if pid == 0:
                 os.close(reader)
