@@ -46,6 +46,12 @@ def test_passes_are_those_of_virtual_stages_and_ranks_of_a_stage_are_averaged():
     assert found.factors == (2.0, 1.0, 6.0)
 
 
+def test_short_pieces_count_as_long_ones_do():
+    """A step of a few milliseconds has the same factors."""
+    found = learned(1e-3, 1e-3).of(2 + DELAY)
+    assert found.factors == pytest.approx((1e-3, 1.0, 3e-3))
+
+
 def test_one_slow_step_of_several_is_not_believed():
     found = learned(1.0, 1.0, 50.0).of(3 + DELAY)
     assert found.forward.tolist() == [1.0, 2.0, 2.0, 3.0]
