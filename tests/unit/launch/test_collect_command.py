@@ -1,4 +1,4 @@
-"""`kimi-pretrain data collect`, from the command line, with a catalogue and run folders."""
+"""Tests of the command `kimi-pretrain data collect` with a catalogue and run folders."""
 
 import json
 from dataclasses import replace

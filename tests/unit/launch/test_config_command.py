@@ -1,4 +1,4 @@
-"""`kimi-pretrain config ...`: every key explained, a template that runs, and what check finds."""
+"""Tests of `kimi-pretrain config`: the explanation of every key, the template, and `check`."""
 
 import json
 import re

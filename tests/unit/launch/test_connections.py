@@ -1,4 +1,4 @@
-"""The web server against clients that hold connections: real sockets, a small application."""
+"""Tests of the web server against clients that hold connections, on real sockets."""
 
 import asyncio
 import socket

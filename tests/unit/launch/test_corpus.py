@@ -1,4 +1,4 @@
-"""A small corpus, built twice: same bytes, every source readable, nothing over its limits."""
+"""Tests of the demo corpus: two builds have the same bytes, and each source is within limits."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""`kimi-pretrain data ingest` and `reindex`: what they print, and errors in one line."""
+"""Tests of `kimi-pretrain data ingest` and `reindex`: their output and one-line errors."""
 
 import json
 import re

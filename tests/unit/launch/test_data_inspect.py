@@ -1,4 +1,4 @@
-"""`data verify`, `data stats` and `data show` on a small real corpus, through the command line."""
+"""Tests of the commands `data verify`, `data stats` and `data show` on a small real corpus."""
 
 import base64
 import html

@@ -1,4 +1,4 @@
-"""Pictures of the page are decoded in one other process, within bounds, and it is given back."""
+"""Tests of the web page's image decoder: one bounded process, which ends when it is idle."""
 
 import io
 import multiprocessing

@@ -1,4 +1,4 @@
-"""The parts of the demo that decide: comparison, summary, folders, what GPUs change."""
+"""Tests of the demo's decisions: comparison, summary, folders and GPU settings."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The digit pages: what is drawn, where, from which scans, and how large the pages are."""
+"""Tests of the digit pages: their digits, boxes, source scans and sizes."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""`kimi-pretrain data facts` and `data count`, through the command line."""
+"""Tests of the commands `kimi-pretrain data facts` and `data count`."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""`kimi-pretrain data exposure | redact`, from the command line."""
+"""Tests of the commands `kimi-pretrain data exposure` and `data redact`."""
 
 import json
 from shutil import copytree, rmtree

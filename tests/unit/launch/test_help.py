@@ -1,4 +1,4 @@
-"""Every command's help on a terminal of 80 columns: examples stand as they are to be typed."""
+"""Tests that every command's help shows its examples unwrapped on a terminal of 80 columns."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and TERM while a store does not answer; its patience is far longer than any test."""
+"""Tests of Ctrl-C and SIGTERM while a command waits for a store that does not answer."""
 
 import os
 import signal

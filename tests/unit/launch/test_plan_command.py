@@ -1,4 +1,4 @@
-"""`kimi-pretrain plan` on a small real corpus: its table against plain loops over the plan."""
+"""Tests of `kimi-pretrain plan` on a small real corpus against plain loops over the plan."""
 
 import json
 import subprocess

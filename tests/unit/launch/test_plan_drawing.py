@@ -1,4 +1,4 @@
-"""`plan --step --draw`: the intervals of a step against the same step written out by hand."""
+"""Tests of `plan --step --draw`: a step's intervals against the same step written by hand."""
 
 from collections import defaultdict
 

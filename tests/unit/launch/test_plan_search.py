@@ -1,4 +1,4 @@
-"""`plan --step --search` against trying every layout and every setting by hand."""
+"""Tests of `plan --step --search` against trying every layout and every setting by hand."""
 
 import json
 from dataclasses import replace

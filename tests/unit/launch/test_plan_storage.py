@@ -1,4 +1,4 @@
-"""What storage adds to `plan --step`: reads against the fetcher's own, stalls by hand."""
+"""Tests of storage in `plan --step`: reads against the fetcher's, stalls computed by hand."""
 
 import numpy as np
 import pytest

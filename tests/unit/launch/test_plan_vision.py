@@ -1,4 +1,4 @@
-"""Settings of the encoder's memory in `plan --step`, against loops over ranks and chunks."""
+"""Tests of the encoder's memory settings in `plan --step` against loops over ranks and chunks."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""`kimi-pretrain plot` on a run's folder: one that still grows, one without media, a long one."""
+"""Tests of `kimi-pretrain plot` on a growing run, a run without media and a long run."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Progress where there is no terminal: lines on stderr, and not too many."""
+"""Tests of progress output: bars on a terminal, otherwise a few lines on stderr."""
 
 import pytest
 

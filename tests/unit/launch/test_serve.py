@@ -1,4 +1,4 @@
-"""The page without a browser: who may ask, headers of answers, parts of files, bad input."""
+"""Tests of the web pages without a browser: access, response headers, file ranges, bad input."""
 
 import asyncio
 import hashlib

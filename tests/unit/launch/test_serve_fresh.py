@@ -1,4 +1,4 @@
-"""What is made again once the store has changed; at once, and by one at a time."""
+"""Tests that the server's derived data are rebuilt when the store changes, one build at a time."""
 
 import re
 import threading

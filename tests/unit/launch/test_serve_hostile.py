@@ -1,4 +1,4 @@
-"""The page with files that a stranger wrote: each is shown as what it is, no page fails."""
+"""Tests of the web pages with hostile files: they are shown as text, and no page crashes."""
 
 import json
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Signals to a process of a training: noted, never deadly, and no torch before the handler."""
+"""Tests of signals to a rank: they are recorded, and the handler precedes the torch import."""
 
 import signal
 import subprocess

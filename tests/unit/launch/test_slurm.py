@@ -1,4 +1,4 @@
-"""The sbatch script: its options and values, and what bash and shellcheck say of it."""
+"""Tests of the sbatch script: its options and values, accepted by bash and shellcheck."""
 
 import re
 import shutil

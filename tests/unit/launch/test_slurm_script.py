@@ -1,4 +1,4 @@
-"""Runs of the sbatch script under stand-ins for SLURM: what becomes of the job."""
+"""Tests that run the sbatch script under stand-ins for SLURM and check the job's outcome."""
 
 import fcntl
 import getpass

@@ -1,4 +1,4 @@
-"""What `kimi-pretrain train` refuses before it starts anything, and where ranks cannot meet."""
+"""Tests of `kimi-pretrain train`'s checks before it starts ranks, mainly of the rendezvous."""
 
 import socket
 import threading

@@ -1,4 +1,4 @@
-"""`kimi-pretrain submit`: what it refuses, what it leaves in the folder, and what it prints."""
+"""Tests of `kimi-pretrain submit`: its refusals, the files that it writes, and its output."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The supervisor with small stand-ins for torchrun: output, errors, and nothing left running."""
+"""Tests of the supervisor with stand-ins for torchrun: output, errors, no process left over."""
 
 import errno
 import io

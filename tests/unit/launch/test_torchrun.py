@@ -1,4 +1,4 @@
-"""torchrun's command line: golden pieces, checked once more by torchrun's own parser."""
+"""Tests of torchrun's command line against fixed arguments and torchrun's own parser."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Which errors a restart may mend."""
+"""Tests of exit codes: user errors, and transient errors that a restart may fix."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""`kimi-pretrain verify dep`: what is refused, and what is printed."""
+"""Tests of `kimi-pretrain verify dep`: its refusals and its output."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`kimi-pretrain verify resume` without its processes: options, jobs, places, what it prints."""
+"""Tests of `kimi-pretrain verify resume` without ranks: options, jobs, folders and output."""
 
 import json
 import math
