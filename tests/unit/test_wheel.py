@@ -1,4 +1,4 @@
-"""Tests of the wheel, installed out of sight of the checkout, so that a missing file shows."""
+"""Tests of the installed wheel without access to the checkout, which reveal missing files."""
 
 import os
 import shutil

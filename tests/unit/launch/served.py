@@ -74,7 +74,7 @@ def film() -> bytes:
 def hostile() -> Iterator[CrudeSample]:
     """Yield every payload as caption, label and metadata of a rotated image with regions.
 
-    A film, samples with invalid keys and samples with damaged media follow.
+    A film and samples that ingest rejects follow.
     """
     picture = ImageSegment(turned_jpeg(), "jpg")
     for number, payload in enumerate(PAYLOADS):

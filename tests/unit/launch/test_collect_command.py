@@ -135,7 +135,7 @@ def test_a_version_goes_after_its_time_and_its_grace(root, clock, tmp_path):
 
 @pytest.mark.parametrize("noted", [True, False])
 def test_what_was_erased_stays_away_when_its_source_is_collected(root, clock, tmp_path, noted):
-    """A later sync from a replica that still has the sample does not bring it back."""
+    """A sync from a replica that still has the erased sample does not bring it back."""
     replica = FolderStore(tmp_path / "replica")
     copytree(root.root, replica.root)
     told = run("redact", root.uri, "--source", "words", "--key", "w0003", "--yes").stdout
@@ -277,7 +277,7 @@ class Killed(BaseException):
 
 
 def test_killed_between_any_two_operations_it_is_finished_by_the_same_plan(root, tmp_path):
-    """The kill comes before or after each transaction of the real catalogue and each removal."""
+    """The test kills it before and after each catalogue transaction and each removal."""
     archive("words@1", "words@2")
     now = datetime.now(UTC) + timedelta(days=31)
     left = [0]

@@ -79,7 +79,7 @@ def until(client: socket.socket, end: bytes) -> bytes:
 
 
 def ended(client: socket.socket) -> bool:
-    """Wait for the next event; return whether the peer closed the connection without sending."""
+    """Return whether the peer closes the connection without sending anything."""
     try:
         return client.recv(1) == b""
     except ConnectionResetError:
@@ -88,7 +88,7 @@ def ended(client: socket.socket) -> bool:
 
 @pytest.mark.parametrize("half", HALVES)
 def test_half_sent_requests_do_not_close_the_server(monkeypatch, half):
-    """However many there are, the server drops those that have waited longest."""
+    """The server drops the requests that have waited longest, however many there are."""
     monkeypatch.setattr(connections, "MOST_WAITING", 8)
     monkeypatch.setattr(connections, "MOST_CONNECTIONS", 16)
     with serving() as (port, _), ExitStack() as held:

@@ -161,7 +161,7 @@ def test_every_text_sample_fits_a_row(built):
         for document, _ in samples_of(root, source):
             (segment,) = document["segments"]
             assert 0 < len(tokenizer.encode(segment["text"])) <= MOST_TOKENS
-    # A digit and the space before it form one token each, because accuracy is counted per digit.
+    # A digit and the space before it are separate tokens, because accuracy is counted per digit.
     assert len(tokenizer.encode(" 4 0 7")) == 6
 
 

@@ -254,7 +254,7 @@ def test_rows_are_those_of_the_loader(corpus, tmp_path):
     assert ids == [i for row in rows.tolist() for i in row if i not in special]
     split = sum(len(a["title"].split()) - 1 for a in titles
                 if "title" in a and "l" in a["class"].split())  # fmt: skip
-    assert learnt - 1 + split == masks.sum()  # the legend holds one
+    assert learnt - 1 + split == masks.sum()  # the legend holds one span
     assert not any("w" in classes for classes, _ in page.spans)
     items = np.isin(batch.plan.items.row, (2, 3, 4))
     assert len(page.all("image")) == int(batch.plan.items.frames[items].sum())
@@ -452,7 +452,7 @@ def test_rows_that_are_not_there(corpus, tmp_path):
 
 
 def test_rows_of_an_anomaly_are_those_that_the_run_had(corpus, tmp_path):
-    """Samples that the run quarantined earlier change the rows of its steps."""
+    """The page applies the run's quarantine, which changes the rows of its steps."""
     given = overrides(corpus)
     data = load_config("tiny_cpu", given).data
     store = FolderStore(corpus)

@@ -381,7 +381,7 @@ def test_a_step_that_cannot_be_predicted_is_one_line(root, arguments, words):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_tokens_travel_to_experts_on_other_nodes(root, overlap):
-    """Half of the tokens go to two experts each on another node; overlap hides the traffic."""
+    """Half of the token copies cross nodes; with overlap, a pass takes the longer of both times."""
     network = 2e6
     given = ("data.rows_per_step=16", "dep.flops_per_second=1e9", "dep.ranks_per_node=1")
     given = (*given, f"layout.overlap_experts={str(overlap).lower()}")

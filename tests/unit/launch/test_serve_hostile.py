@@ -1,4 +1,4 @@
-"""Tests of the web pages with hostile files: they are shown as text, and no page crashes."""
+"""Tests of the web pages with malformed and hostile files: they report errors and never fail."""
 
 import json
 from types import SimpleNamespace
