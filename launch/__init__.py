@@ -1,1 +1,1 @@
-"""How processes start: the `kimi-pretrain` command, torchrun, SLURM and the demo."""
+"""Process launch: the `kimi-pretrain` command, torchrun, SLURM and the demo."""

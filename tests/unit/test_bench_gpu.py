@@ -1,4 +1,4 @@
-"""What `make gpu` runs, in its short form on a CPU, and what becomes of a part that fails."""
+"""Tests of `make gpu`: its short form on a CPU, and failures of single parts."""
 
 import json
 import sys
@@ -27,7 +27,7 @@ def test_the_short_form_runs_and_the_page_reads_it(tmp_path):
     assert page.count("not run now") == len(PARTS) - len(QUICK)
 
 
-# What the project needs and docs/GPU.md does not ask of the machine, nor `make gpu-wheels` brings.
+# Dependencies that docs/GPU.md does not require and `make gpu-wheels` does not provide.
 ABSENT = {"av", "webdataset", "matplotlib", "tensorboard", "deepspeed", "sklearn", "skimage",
           "skvideo", "vega_datasets"}  # fmt: skip
 HIDES = f"""

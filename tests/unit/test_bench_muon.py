@@ -1,4 +1,4 @@
-"""The layers of the Muon benchmark, and the bound on the error of bf16."""
+"""Tests of the Muon benchmark: its layers, and the error bound of bf16."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from kimi_pretrain.optim.newton_schulz import segments
 
 
 def test_the_layers_are_the_published_ones():
-    """Parameters by hand (kimi_facts: hidden, heads, ranks, expert widths), norms left out."""
+    """The parameter counts match hand counts without norms (sizes from kimi_facts)."""
     attention = 2048 * (16 * 192 + 512 + 64 + 16 * 128) + 512 * 16 * 256
     assert moonlight(3).parameters == attention + 2048 * (64 + 3 * 1408 * (3 + 2))
     attention = 7168 * (1536 + 512 + 64 + 64 * 128) + 1536 * 64 * 192 + 512 * 64 * 256
@@ -21,7 +21,7 @@ def test_the_layers_are_the_published_ones():
 
 @pytest.mark.parametrize("shape", [(160, 180), pytest.param((160, 400), marks=pytest.mark.slow)])
 def test_errors_are_bounded_for_every_kind_of_matrix(shape):
-    """bf16: by torch.optim.Muon's own, which is the direct form; fp32: by our direct form."""
+    """Errors stay near torch.optim.Muon (direct form) in bf16 and near our direct form in fp32."""
     assert segments(*shape, 5) == ((1,) * 5 if shape == (160, 180) else (3, 2))
     errors = accuracy.study(*shape)["errors"]
     for kind, found in errors.items():

@@ -1,4 +1,4 @@
-"""The simulation of DEP: closed forms, plain twins, bounds."""
+"""Tests of the DEP simulation against closed forms, plain loops and bounds."""
 
 from collections import deque
 from dataclasses import replace
@@ -35,7 +35,7 @@ from moonvit3d.geometry import PatchLimits
 def test_operations_are_those_of_the_published_model():
     config = config_of(Case(256, 0.1, 1))
     dense, moe, head = active_parameters(config.model.language)
-    # 31.69e9 active parameters without the input table, 32.86e9 with it (published: 32.6e9).
+    # Active parameters: 31.69e9 without the input table, 32.86e9 with it (published: 32.6e9).
     assert (dense + 60 * moe + head) / 1e9 == pytest.approx(31.69, abs=0.005)
     table = config.model.language.vocab_size * config.model.language.hidden_size
     assert (dense + 60 * moe + head + table) / 1e9 == pytest.approx(32.86, abs=0.005)
@@ -61,7 +61,8 @@ def test_the_mix_has_the_published_sizes(mix):
     assert np.percentile(tokens, 90) == 4_641
     assert np.percentile(tokens, 50) == pytest.approx(415, rel=0.1)
     assert corpus.share_of_top_tenth(tokens) == pytest.approx(0.56, abs=0.04)
-    # With clips sampled at 2 frames a second instead of taken as sampled: a picture of 3840 x 2160.
+    # The published 99th percentile samples clips at 2 frames per second, so that an image of
+    # 3840 x 2160 decides it. Here, clips are made tiny instead.
     images = replace(mix, width=np.where(mix.kind == 0, mix.width, 1))
     images = replace(images, height=np.where(mix.kind == 0, mix.height, 1))
     assert np.percentile(corpus.document_tokens(images), 99) == 10_549
@@ -77,7 +78,7 @@ def test_documents_are_cut_between_items_and_nothing_is_lost(mix, image):
     together = np.bincount(samples, tokens)
     pages = np.bincount(samples, tokens > 4096 - 100) > 0
     assert (together[~pages] < 4096).all()
-    # No sample holds items of two documents, and none was cut that fits a row.
+    # No sample holds items of two documents, and no document that fits a row is cut.
     assert all(len(set(mix.document[samples == s])) == 1 for s in range(source.num_samples))
     sizes = np.bincount(mix.document, tokens + 13)
     small = np.flatnonzero(sizes < 4096 - 100)
@@ -98,7 +99,7 @@ def test_steps_hold_the_share_of_media_tokens_and_repeat(mix):
 
 
 def plain_total(vision, plan, config, assumed, text):
-    """A step's time in loops over items and ranks: no numpy, no groups."""
+    """Return the seconds of a step, computed by plain loops over items and ranks."""
     layout, hidden = config.layout, config.model.vision.out_width
     size = {"world": layout.dp, "replica": 1}.get(config.dep.scope, config.dep.scope)
     ranks = range(layout.pp * layout.dp)
@@ -157,7 +158,7 @@ def test_no_step_beats_perfect_balance_and_balance_beats_dealing_out(mix, ranks,
         assert total["world"] <= total["round_robin"] <= total["owner"]
         assert total["split"] <= total["world"] * (1 + 1e-3)
         assert min(v for name, v in total.items() if name != "colocated") > perfect
-        # Nothing is encoded twice in the graph, but all of it by the first stages.
+        # Colocated encoding recomputes nothing, but only first-stage ranks encode.
         stages = configs["colocated"].layout.pp
         once = 0.75 * assigned.costs.sum() * stages / ranks
         assert text < total["colocated"]
@@ -222,7 +223,8 @@ def test_a_plan_of_bubbles_runs_as_planned_where_costs_are_true(library, chunks)
     dearer = units_of(plan, config, case.assumed, off)
     put_off = run_through(found, dearer, text, filling, config.layout.ep)
     on_the_spot = run_through(found, dearer, text, filling, config.layout.ep, put_off=False)
-    assert on_the_spot > put_off > run  # with no margin, whatever is dearer makes passes late
+    # Without a margin, work that costs more than planned delays passes.
+    assert on_the_spot > put_off > run
     nothing = units_of(plan, config, case.assumed)
     nothing = type(nothing)(*(column[:0] for column in vars(nothing).values()))
     _, empty = plan_bubbles(nothing, text.schedule, [text.line], stage, filling)
@@ -240,7 +242,7 @@ def test_a_piece_is_put_off_when_less_than_half_of_it_fits(ends, spent):
     ("together", "over"), [(0, [5.0, 6.0, 7.0]), (4, [5.0, 6.0, 9.0]), (5, [5.0, 8.0, 11.0])]
 )
 def test_what_is_left_behind_the_last_pass_is_done_piece_by_piece(together, over):
-    """Two of three pieces of one unit, and a whole other one, whose gradient comes at 4 s."""
+    """A rank has 2 of 3 pieces of one unit left, and all of another whose gradient comes at 4 s."""
     left, arrived = deque([[7, 0, 0, 2, 2.0], [9, 0, 1, 3, 1.0]]), np.array([[0.0], [4.0]])
     time, complete = _behind(left, together, 3, 0.5, 0.0, arrived)
     assert (time, complete.tolist(), len(left)) == (over[-1], over, 0)
@@ -259,7 +261,8 @@ def test_the_sum_of_gradients_ends_with_its_last_piece(library):
     _, found = plan_bubbles(units, text.schedule, [text.line], stage, filling)
     given = found, units, text, filling, config.layout.ep, True
     without = run_through(*given)
-    assert run_through(*given, 0.027) == pytest.approx(without + 0.001)  # hidden but for a piece
+    # Only the last piece is exposed.
+    assert run_through(*given, 0.027) == pytest.approx(without + 0.001)
     assert without + 50 < run_through(*given, 60.0) < without + 60
 
 

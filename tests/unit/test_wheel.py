@@ -1,4 +1,4 @@
-"""The wheel, installed where no checkout can be seen: what was left out of it is missed here."""
+"""Tests of the installed wheel without access to the checkout, which reveal missing files."""
 
 import os
 import shutil
@@ -35,7 +35,7 @@ assert not strangers, strangers
 assert len(names) > 200, names
 """
 
-# The command's script, and what it prints of a preset.
+# Runs the installed `kimi-pretrain` script as a dry run of a preset.
 DRY_RUN = """
 import runpy, sys
 script = sys.argv[1] + "/bin/kimi-pretrain"
@@ -46,7 +46,7 @@ runpy.run_path(script, run_name="__main__")
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    """A folder with the wheel in it, built from a copy: building leaves files beside the code."""
+    """Install the wheel into a folder; build from a copy, because a build leaves files behind."""
     copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("installed")
     for name in (*PACKAGES, "configs"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -66,7 +66,7 @@ def target(tmp_path_factory):
 
 
 def alone(target: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python with the wheel and its dependencies; -S leaves the editable checkout out."""
+    """Run Python with the wheel and its dependencies; -S hides the editable checkout."""
     libraries = [path for path in sys.path if path.endswith("site-packages")]
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(target), *libraries])}
     return subprocess.run(

@@ -5,5 +5,5 @@ import pytest
 
 @pytest.fixture(scope="session")
 def root(data_root) -> Path:
-    """The small corpus; not to be changed."""
+    """Return the root of the small corpus, which tests must not change."""
     return data_root

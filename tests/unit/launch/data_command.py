@@ -1,4 +1,4 @@
-"""What tests of `kimi-pretrain data` have in common."""
+"""Helper for the tests of `kimi-pretrain data`."""
 
 from typer.testing import CliRunner
 
@@ -6,7 +6,7 @@ from launch.cli.main import app
 
 
 def run(*arguments: object, code: int = 0):
-    """Run `kimi-pretrain data ARGUMENTS`; a user's error is one line."""
+    """Run `kimi-pretrain data ARGUMENTS` and check that a user error (code 2) prints one line."""
     result = CliRunner().invoke(app, ["data", *map(str, arguments)])
     assert result.exit_code == code, result.output
     if code == 2:

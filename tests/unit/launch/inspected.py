@@ -1,4 +1,4 @@
-"""A small corpus with everything that pages show, from the demo's own generators."""
+"""Small corpus with every kind of content that the pages show, from the demo's generators."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ HOSTILE = "</span><script>alert(\"1\")</script> & 'quoted' \N{SNOWMAN}\n"
 
 
 def located_digits(count: int) -> Iterator[CrudeSample]:
-    """Pages of digits, each digit written with its box."""
+    """Yield pages of digits; the text of each digit carries its box."""
     for page in digits.pages(digits.load_scans(), 0, purpose="digits", count=count, most=6):
         boxes = [
             RegionSegment("box", [[x1, y1], [x2, y2]], f" {digit}")
@@ -26,7 +26,7 @@ def located_digits(count: int) -> Iterator[CrudeSample]:
 
 
 def mixed() -> Iterator[CrudeSample]:
-    """Wordings, points, polygons, a turn, a video, and texts that are no HTML."""
+    """Yield samples with caption variants, points, polygons, turns, videos and hostile texts."""
     (page,) = rendered_pages(0, count=1)
     picture = page.segments[0]
     hostile = TextSegment(HOSTILE, False)
@@ -48,7 +48,7 @@ def mixed() -> Iterator[CrudeSample]:
 
 
 def prose() -> Iterator[CrudeSample]:
-    """Texts, two of them longer than a row of 256 tokens, two equal."""
+    """Yield texts: two are longer than a row of 256 tokens, and two are equal."""
     for number in range(12):
         words = f"Text {number}: the quick brown fox, 中文字符. " * (40 if number < 2 else 2)
         yield CrudeSample(f"text-{number:02d}", [TextSegment(words)])

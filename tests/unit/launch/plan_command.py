@@ -1,4 +1,4 @@
-"""`kimi-pretrain plan` on the small real corpus, as its tests call it."""
+"""Helpers for the tests of `kimi-pretrain plan` on the small real corpus."""
 
 import json
 
@@ -21,7 +21,7 @@ SMALL = (
     "dep.cost={per_patch: 6.0e-5, per_patch_squared: 8.0e-8, per_item: 1.5e-4}",
 )  # fmt: skip
 NO_MEDIA = ("data.sources={words: 1.0}", "data.vision_token_ratio=null")
-# tiny_cpu's layout: 2 stages x 2 replicas, ranks 0 and 1 are the first stage.
+# The layout of tiny_cpu has 2 stages x 2 replicas; ranks 0 and 1 are the first stage.
 RANKS, REPLICAS = 4, 2
 STAGES_OF_TWO = ("layout.vpp=1", "layout.stages=null", "data.rows_per_step=16")
 
@@ -38,7 +38,7 @@ def found_by(root, *arguments: str, **options) -> dict:
 
 
 def plans_of(root, steps: int, *overrides: str):
-    """The plans that the training's own planners make, step after step."""
+    """Yield the plans that a training run's planners make, step by step."""
     config = load_config("tiny_cpu", [*SMALL, *overrides])
     store = FolderStore(root)
     planner = Planner([read_index(store, name) for name in config.data.source_names], config.data)
@@ -53,7 +53,7 @@ def cost(patches: int) -> float:
 
 
 def seconds_of(patches, ranks, parts=None) -> list[float]:
-    """Seconds of each rank, by a loop over items; shared items at 85% of the speed."""
+    """Return each rank's seconds by a loop over items; split items run at 85% of full speed."""
     seconds = [0.0] * RANKS
     for i, size in enumerate(patches):
         many = 1 if parts is None else int(parts[i])

@@ -1,4 +1,4 @@
-"""A corpus with everything that the page shows, hostile texts among it, and a server's site."""
+"""Corpus with every kind of content that the web pages show, including hostile texts."""
 
 import io
 from collections.abc import Iterator
@@ -22,8 +22,8 @@ from kimi_pretrain.config import dump_config, load_config
 from tests.unit.data_pipeline.media import video
 from tests.unit.launch.inspected import TOKENIZER_KEY, build
 
-# Each would set window.evil, or load something of another site, if a page took it for more than
-# text. Keys have letters, digits, "_", "-" and "/" alone.
+# Each payload sets window.evil or loads a resource of another site if a page treats it as more
+# than text. Sample keys may contain only letters, digits, "_", "-" and "/".
 PAYLOADS = (
     "<script>window.evil=1</script>",
     "<img src=x onerror=window.evil=2>",
@@ -46,7 +46,7 @@ POLYGON = ((100.0, 10.0), (190.0, 20.0), (140.0, 90.0))
 
 
 class Quiet:
-    """A progress that shows nothing."""
+    """Progress display that prints nothing."""
 
     def __enter__(self):
         return lambda done, total: None
@@ -56,7 +56,7 @@ class Quiet:
 
 
 def turned_jpeg() -> bytes:
-    """A picture whose EXIF would have it turned by a quarter: red at its top left, as stored."""
+    """Return a JPEG whose EXIF asks for a quarter turn; its stored top left corner is red."""
     image = Image.new("RGB", SIDES, (0, 0, 255))
     image.paste((255, 0, 0), (0, 0, 20, 20))
     exif, out = Image.Exif(), io.BytesIO()
@@ -66,13 +66,16 @@ def turned_jpeg() -> bytes:
 
 
 def film() -> bytes:
-    """Fifteen seconds in a codec that browsers play, brighter and brighter."""
+    """Return a video of 15 s that gets brighter, in a codec that browsers play."""
     frames = [np.full((96, 128, 3), 4 * i, np.uint8) for i in range(60)]
     return video(frames, 4, "libx264")
 
 
 def hostile() -> Iterator[CrudeSample]:
-    """Every payload as caption, label and in the meta data; a turned picture with regions."""
+    """Yield every payload as caption, label and metadata of a rotated image with regions.
+
+    A film and samples that ingest rejects follow.
+    """
     picture = ImageSegment(turned_jpeg(), "jpg")
     for number, payload in enumerate(PAYLOADS):
         yield CrudeSample(
@@ -96,7 +99,7 @@ def hostile() -> Iterator[CrudeSample]:
 
 
 def build_served(root: Path) -> FolderStore:
-    """Write the sources digits, mixed and prose, and hostile, which has rejected samples."""
+    """Write the sources digits, mixed, prose and hostile; hostile has rejected samples."""
     store = build(root)
     tokenizer = Tokenizer(store.get(TOKENIZER_KEY), "tiny")
     given = Listed(hostile(), identity={"file": PAYLOADS[0]})
@@ -105,7 +108,7 @@ def build_served(root: Path) -> FolderStore:
 
 
 def config_file(root: Path, file: Path, **more: str) -> Path:
-    """Write a configuration that trains on the corpus, with augmentation, and more keys of data."""
+    """Write a configuration that trains on the corpus with augmentation; `more` sets data keys."""
     settings = {
         "root": str(root),
         "tokenizer": TOKENIZER_KEY,

@@ -1,4 +1,4 @@
-"""Stand-ins for SLURM's programs and for the ranks, to run the sbatch script under."""
+"""Stand-ins for SLURM's programs and for the ranks, for running the sbatch script."""
 
 import contextlib
 import json
@@ -12,20 +12,22 @@ from launch.local.job import Job
 from launch.slurm.options import SlurmOptions
 from launch.slurm.script import script
 
-# What a rank does until it is told to stop, the first one at least a minute.
+# Rank 0 waits for the stop signal, for at most a minute; the other ranks do not wait.
 UNTIL_TOLD = "for try in {1..600}; do [ $RANK$told = 0 ] && sleep .1; done\n"
 
 
 class Cluster:
-    """Programs named srun, scontrol and python in a folder: two nodes of two tasks, one after the
-    other, rank 0 on the second node. The ranks do what the file `act` says.
+    """Folder with stand-ins named srun, scontrol and python.
+
+    srun runs two nodes of two tasks, one task after the other; rank 0 is on the second node.
+    Each rank runs the shell code of the file `act`.
     """
 
     def __init__(self, folder: Path, nodes: int = 2, **options):
         self.folder, self.run_dir, self.said = folder, folder / "run", folder / "said"
         (self.run_dir / "logs").mkdir(parents=True)
         programs = {
-            # Bash's `wait` forgets an exit code now and then when signals come one after the other.
+            # Bash's `wait` sometimes loses an exit code when signals follow each other closely.
             "srun": """
 trap 'touch $FOLDER/told; kill -USR1 $(cat $FOLDER/heeds_$task 2>/dev/null) 2>/dev/null' USR1
 options=(); while [[ $1 == --* ]]; do options+=("$1"); shift; done
@@ -41,9 +43,9 @@ done
 exit $code
 """,
             "hostname": 'echo "$FAKE_HOST"\n',
-            # The 3 s between two signals are a tenth of a second.
+            # Shortens the 3 s between two signals to 0.1 s.
             "sleep": "echo >> $FOLDER/sleeps; exec /bin/sleep ${1/#3/.1}\n",
-            # For the number of a whole array, SLURM shows its other elements as well.
+            # When asked for the job id of a whole array, SLURM lists its other elements, too.
             "scontrol": """
 if [ "$1" = requeue ]; then echo "$@" >> $FOLDER/scontrol.log; exit; fi
 echo "JobId=12345 Requeue=1 Restarts=$(cat $FOLDER/starts) BatchFlag=1"
@@ -61,7 +63,7 @@ source $FOLDER/act
         }
         (folder / "bin").mkdir(parents=True)
         for name, body in programs.items():
-            # Python takes a signal over that it was started to ignore; bash cannot.
+            # Python can handle a signal that was ignored when it started; bash cannot.
             shell = (
                 "/usr/bin/env -S --default-signal=USR1 bash" if "python" in name else "/bin/bash"
             )
@@ -76,7 +78,7 @@ source $FOLDER/act
         self.file.write_text(script(job, SlurmOptions(nodes, 4 // nodes, **given)))
 
     def program(self, name: str, text: str) -> None:
-        """Put a program in front of all others of its name."""
+        """Write a program that precedes all others of its name on PATH."""
         file = self.folder / "bin" / name
         file.write_text(text)
         file.chmod(0o755)
@@ -91,18 +93,18 @@ source $FOLDER/act
             return subprocess.Popen(["bash", self.file], env=env, stderr=said, process_group=0)
 
     def run(self, act: str, restart: int = 0, told: bool = False) -> tuple[int, str]:
-        """Return the exit code, and what the script said; `told` by USR1 once a rank has begun."""
+        """Return the script's exit code and stderr; `told` sends SIGUSR1 once a rank has begun."""
         job = self.start(act, restart)
         try:
             if told:
                 self.tell(job, signal.SIGUSR1, self.folder / "ranks")
             return job.wait(50), self.said.read_text()
-        finally:  # as SLURM does with the steps of a job that has ended
+        finally:  # SLURM also kills the steps of a job that has ended
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(job.pid, signal.SIGKILL)
 
     def tell(self, job: subprocess.Popen, number: signal.Signals, when: Path) -> None:
-        """Send the script a signal as soon as there is a file."""
+        """Send the script a signal as soon as the file `when` exists."""
         while not when.is_file():
             assert job.poll() is None, self.said.read_text()
             time.sleep(0.02)
@@ -116,11 +118,11 @@ source $FOLDER/act
 
     @property
     def failures(self) -> Path:
-        """Where the script counts."""
+        """The file in which the script counts failures."""
         return self.run_dir / "logs" / "failures-12345"
 
     def requeued(self, job: str = "12345") -> int:
-        """Return how often the job, and nothing else, was requeued."""
+        """Return how often the job was requeued; fail if any other job was."""
         file = self.folder / "scontrol.log"
         lines = file.read_text().splitlines() if file.is_file() else []
         assert set(lines) <= {f"requeue {job}"}

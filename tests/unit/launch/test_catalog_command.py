@@ -1,4 +1,4 @@
-"""`kimi-pretrain data catalog`, and configurations that name versions: what a run is given."""
+"""Tests of `kimi-pretrain data catalog` and of configurations that name catalogue versions."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ RANKS = train_ranks(["the third text of 12 captions"] * 9, 270)
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """A root with three versions of captions and one of web."""
+    """Build a corpus with three versions of captions and one of web."""
     store = FolderStore(tmp_path_factory.mktemp("corpus"))
     store.put("tokenizer/tokenizer.tiktoken", RANKS)
     for name, count in (("captions", 3), ("captions_2", 4), ("captions_3", 5), ("web", 2)):
@@ -40,14 +40,14 @@ def made(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def root(made, tmp_path, monkeypatch) -> Path:
-    """A copy of it, and an empty catalogue beside it."""
+    """Return a copy of the corpus, next to an empty catalogue."""
     shutil.copytree(made, tmp_path / "corpus")
     monkeypatch.setenv("KIMI_PRETRAIN_CATALOG", str(tmp_path / "catalog.sqlite"))
     return tmp_path / "corpus"
 
 
 def activate(root: Path, folder: str) -> None:
-    """Register a folder and lead it to active, past the command line."""
+    """Register a folder and promote it to active without the command line."""
     catalog = Catalog()
     seen = look(FolderStore(root), None, folder)
     name, _ = register(catalog, seen, licence="CC-BY-4.0", owner="vision")
@@ -59,7 +59,7 @@ def activate(root: Path, folder: str) -> None:
 
 
 def activate_by_commands(root: Path, folder: str) -> None:
-    """The same by the commands of docs/PLATFORM.md."""
+    """Register a folder and promote it to active with the commands of docs/PLATFORM.md."""
     name = run("catalog", "register", root / folder, "--json").stdout
     version = json.loads(name)["version"]
     seen = run("verify", root, "--source", folder, "--json")
@@ -156,7 +156,7 @@ def test_which_run_used_which_version_at_which_steps(root, tmp_path):
         for n, (one, other) in enumerate(tokens, 1)
     ]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 4, "lo')
-    for _ in range(2):  # the same again changes nothing
+    for _ in range(2):  # a second scan changes nothing
         assert run("catalog", "scan", tmp_path / "runs").stdout.endswith("step 3, 3 sources\n")
         [seen] = json.loads(run("catalog", "show", "captions@2", "--json").stdout)["runs"]
         assert seen == {
@@ -218,7 +218,7 @@ def test_every_place_of_a_configuration_is_resolved(root):
     given = [f"data.root={root}", 'data.heldout={"captions@2": 1}']
     loaded, pinned = load_pinned("tiny_cpu", given)
     assert loaded.data.heldout == {"captions_2": 1}
-    assert load_config("tiny_cpu", pinned) == loaded  # what ranks do
+    assert load_config("tiny_cpu", pinned) == loaded  # ranks load the pinned overrides
 
 
 def test_a_run_stands_by_what_it_began_with_and_needs_no_catalogue(root, tmp_path, monkeypatch):

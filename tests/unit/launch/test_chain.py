@@ -1,4 +1,4 @@
-"""`kimi-pretrain chain`: its file, what is refused before anything starts, and its SLURM jobs."""
+"""Tests of `kimi-pretrain chain`: its file, the checks before it starts, and its SLURM jobs."""
 
 import hashlib
 import json
@@ -35,13 +35,13 @@ OTHER_WIDTH = {  # of the decoder
 
 
 def small() -> dict:
-    """Return the small configuration as the keys of a file."""
+    """Return the small configuration as a mapping of config keys to values."""
     pairs = (text.partition("=") for text in (*SMALL, *layout()))
     return {key: yaml.safe_load(value) for key, _, value in pairs}
 
 
 def stages(tmp_path: Path, *changes: dict) -> Path:
-    """Write a chain of captions, projector, joint and long, with changes of its stages."""
+    """Write a chain of the stages captions, projector, joint and long, with changes per stage."""
     chain = {
         "run_dir": str(tmp_path / "runs"),
         "slurm": {"gpus_per_node": 0, "tasks_per_node": 1, "partition": "cpu"},
@@ -127,7 +127,8 @@ def test_an_optimizer_that_could_not_go_on_is_told_too(tmp_path):
     assert "there train.frozen=[vision_tower]; set train.start_optimizer=fresh" in told
     told = refused(stages(tmp_path, {}, {}, {}, {"set": {"train.steps": 220}}))
     assert "has done 220 steps" in told
-    assert "has done" not in refused(  # a budget may end it earlier: known at its end
+    # A budget may end the stage earlier; its last step is unknown until then.
+    assert "has done" not in refused(
         stages(tmp_path, {}, {}, {"set": {"data.budget": {"text": 9}, "train.dtype": "bfloat16"}})
     )
 
@@ -213,7 +214,7 @@ def ended(
     saved: int = 220,
     loader: dict | None = None,
 ):
-    """Leave the folder of a stage as a run does; its checkpoint holds no tensors."""
+    """Write the folder that a stage's run leaves; its checkpoint holds no tensors."""
     stage = read_stages(file)[number]
     stage.folder.mkdir(parents=True, exist_ok=True)
 
@@ -265,7 +266,7 @@ def test_the_folder_of_a_run_that_has_not_ended_is_refused(tmp_path):
     assert f"stage projector: train.vision_weights: the run of {other} has not finished" in told
     assert "(stopped after step 40 of 220); end it first, or name the checkpoint" in told
     keys = [*SMALL, "train.vision_part=tower"]
-    for named in (other, other / "checkpoints"):  # `train`, or a job of SLURM, as well
+    for named in (other, other / "checkpoints"):  # `train` and SLURM jobs refuse it, too
         config = load_config("tiny_cpu", [*keys, f"train.vision_weights={named}"])
         with pytest.raises(CheckpointError, match="^train.vision_weights: the run of .* not fini"):
             open_initial_weights(config)
@@ -273,7 +274,8 @@ def test_the_folder_of_a_run_that_has_not_ended_is_refused(tmp_path):
         with pytest.raises(CheckpointError, match=f"^train.start_from: the run of {other} has not"):
             open_initial_weights(config)
     one = f"train.vision_weights={other}/checkpoints/{step_name(220)}"
-    with pytest.raises(CheckpointError, match="no tensor of a known layout"):  # opened
+    # A checkpoint that is given by its own path is opened.
+    with pytest.raises(CheckpointError, match="no tensor of a known layout"):
         open_initial_weights(load_config("tiny_cpu", [*SMALL, one]))
 
 
@@ -314,7 +316,7 @@ def test_a_stage_is_not_run_again_below_one_that_had_it(tmp_path):
 def test_a_source_that_was_gone_on_with_by_hand_is_refused(tmp_path, state):
     file = stages(tmp_path)
     captions, projector = ended(file, 0), ended(file, 1, state=state)
-    if state == "finished":  # then it is not opened for those after it
+    if state == "finished":  # later stages have finished, so they do not open its checkpoint
         ended(file, 2)
         ended(file, 3)
     assert run(file, "--dry-run").exit_code == 0
@@ -323,7 +325,7 @@ def test_a_source_that_was_gone_on_with_by_hand_is_refused(tmp_path, state):
     assert f"stage captions: its last checkpoint is {captions.folder}/checkpoints/step_0000" in told
     assert "step_00000230, but stage projector, which takes from it, began from " in told
     assert f"step_00000220 as it was then; remove {projector.folder}, too" in told
-    shutil.rmtree(captions.folder / "checkpoints")  # for room
+    shutil.rmtree(captions.folder / "checkpoints")  # a user frees disk space
     assert run(file, "--dry-run").exit_code == 0
 
 
@@ -377,7 +379,7 @@ def test_what_take_leaves_out_is_of_the_configuration(tmp_path):
 
 @pytest.mark.parametrize("name", ["tiny", "kimi_k25"])
 def test_shipped_chains_fit(name, tmp_path):
-    """At published sizes, too: each stage takes what the one before it will write."""
+    """Each stage of a shipped chain can load the weights that the stage before it will write."""
     chain = read_stages(name, (), tmp_path)
     planned = {str(one.folder): planned_weights(one.config, str(one.folder)) for one in chain}
     for stage in chain:
@@ -402,7 +404,7 @@ def test_a_status_that_is_none_is_told(tmp_path):
 
 @pytest.fixture
 def queue(sbatch, monkeypatch):  # noqa: F811
-    """SLURM that numbers jobs from 41; what it says of one is in the file `states`."""
+    """Stand in for a SLURM queue: job numbers start at 41, and job states come from `states`."""
     numbers = iter(range(41, 99))
     monkeypatch.setattr(slurm_queue, "submit", lambda script: next(numbers))
     return sbatch
@@ -413,7 +415,7 @@ def test_stages_are_jobs_one_after_the_other(queue):
     ended(file, 0)
     take = {"vision": str(queue / "none"), "part": "tower"}
     broken = run(stages(queue, {}, {"take": take}), "--submit", "--unchecked")
-    assert broken.exit_code == 2  # and nothing was submitted
+    assert broken.exit_code == 2  # no job was submitted
     first = {"take": None}
     file = stages(queue, {}, first)
     result = run(file, "--submit", "--unchecked")
@@ -487,13 +489,13 @@ def data_keys(data_root: Path, **budget: int) -> list[str]:
 
 
 def test_one_budget_for_a_stage_and_the_one_that_keeps_is_refused(tmp_path, data_root):
-    """It counts the tokens of both; unless the steps of the first end it before."""
+    """The budget covers the tokens of both stages, unless the first stage's steps run out first."""
     keys = data_keys(data_root, text=9000)
     told = refused(stages(tmp_path), *keys)
     assert told.startswith(f"error: stage long: train.start_from: {tmp_path}/runs/joint: data.budg")
     assert ".text=9,000 tokens are used up (" in told
     assert "by the stages before, whose data go on with train.start_optimizer=keep" in told
-    assert "used up" in refused(stages(tmp_path), *data_keys(data_root, text=45_000))  # about
+    assert "used up" in refused(stages(tmp_path), *data_keys(data_root, text=45_000))
     result = run(stages(tmp_path, {}, {}, {"set": {"train.steps": 2}}), "--dry-run", *keys)
     assert result.exit_code == 0, result.output
     more = {"set": {"train.steps": 500, "data.budget": {"text": 99_000}}}
@@ -536,7 +538,7 @@ def test_notices_of_a_begun_stage_count_what_it_has_used(tmp_path, data_root):
     text, vision = state["tokens"]
     assert f"captions: data.budget ends after {ends.step} steps" in result.stdout
     assert f"those of earlier steps, {text:,} and {vision:,}, among them" in result.stdout
-    assert result.stdout.count("those of earlier steps") == 2  # of long, which keeps joint's
+    assert result.stdout.count("those of earlier steps") == 2  # for long, which keeps joint's data
     assert "stage captions: state field 'seed' is 0" in refused(file, *keys, "data.seed=1")
 
 

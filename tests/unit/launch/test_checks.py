@@ -1,4 +1,4 @@
-"""What indices and configuration decide is told before any process starts, by every command."""
+"""Tests that every command reports errors in indices and configuration before it starts ranks."""
 
 import subprocess
 import sys
@@ -35,12 +35,12 @@ WRONG = {
     "place": (["checkpoint.place=/dev/null/a"], "/dev/null"),
     "media": (["data.sources={words: 1.0}", "data.vision_token_ratio=null"], "holds no media"),
 }
-# `plan` shows in its table what would be too large, `--shrink` changes these values.
+# `plan` shows sizes that are too large in its table; `--shrink` changes these values.
 SIZES = {"size", "memory", "place"}
 SAID_BY = {
     "check": set(WRONG) - {"media"},
     "train": set(WRONG) - {"media"},
-    "dry run": set(WRONG) - {"media", "root"},  # it may be made where the data are not
+    "dry run": set(WRONG) - {"media", "root"},  # a dry run may run where the data are absent
     "verify dep": set(WRONG),
     "verify dep, small": {"root", "source", "tokenizer", "media"},
     "verify resume": set(WRONG) - {"media"},
@@ -51,7 +51,7 @@ SAID_BY = {
 
 @pytest.fixture
 def nothing_starts(tmp_path, monkeypatch):
-    """A program named sbatch, and a trap where processes would be started."""
+    """Put a stand-in for sbatch on PATH and fail the test if a command starts processes."""
     (tmp_path / "sbatch").write_text(f"#!/bin/sh\ntouch {tmp_path}/submitted\n")
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
@@ -84,7 +84,7 @@ def test_a_login_node_may_not_reach_the_data(nothing_starts, tmp_path):
     told = CliRunner().invoke(app, given)
     assert told.exit_code == 2
     assert "add --unchecked" in told.stderr
-    # In a process of its own: a dry run builds the model with the engine.
+    # A dry run builds the model with the engine, so it needs a separate process.
     command = ["-m", "launch.cli", "train", "--dry-run", "--config", "tiny_cpu", given[-1]]
     done = fork_server.run(command, 50)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The command line: help, dry output, and errors in one line."""
+"""Tests of the command line: help, dry runs, and one-line errors."""
 
 import subprocess
 import sys
@@ -57,7 +57,7 @@ def test_processes_that_do_not_fit_the_layout():
 @pytest.mark.parametrize("run_dir", ["s3://bucket/run", "s3:/bucket/run", "gs:x", "file:///x"])
 @pytest.mark.parametrize("command", ["train", "submit", "demo", "verify dep"])
 def test_a_run_folder_in_a_store_is_refused(command, run_dir, tmp_path, monkeypatch):
-    """It was made here, under that name."""
+    """A URI as run folder would otherwise become a local folder of that name."""
     monkeypatch.chdir(tmp_path)
     option = "--keep" if command.startswith("verify") else "--run-dir"
     line = one_line_error([*command.split(), "--config", "tiny_cpu", option, run_dir])
@@ -104,7 +104,7 @@ sys.exit(", ".join(sorted({"torch", "megatron", "numpy", "boto3"} & set(sys.modu
 @pytest.mark.parametrize(("option", "code"), [("--version", 0), ("--no-such-option", 2)])
 @pytest.mark.parametrize("engine", [True, False])
 def test_what_is_left_of_process_groups_ends_with_no_other_code(engine, option, code):
-    """Gloo's threads were seen to abort an interpreter that is taken down, after success."""
+    """The exit code is kept, although Gloo's threads can abort the interpreter's shutdown."""
     program = f"""
 import atexit, sys, types
 if {engine}:

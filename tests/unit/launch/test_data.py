@@ -1,4 +1,4 @@
-"""`kimi-pretrain data ingest` and `reindex`: what they print, and errors in one line."""
+"""Tests of `kimi-pretrain data ingest` and `reindex`: their output and one-line errors."""
 
 import json
 import re
@@ -18,7 +18,7 @@ runner = CliRunner()
 
 @pytest.fixture
 def arguments(tmp_path):
-    """A folder of five pictures, of which four have captions; ranks under the target."""
+    """Write five images, four of them with captions, and a tokenizer; return ingest's arguments."""
     (tmp_path / "in").mkdir()
     for number in range(5):
         (tmp_path / "in" / f"p{number}.png").write_bytes(encoded(noise(30, 40, number)))
@@ -102,10 +102,10 @@ def test_mistakes_are_told_in_one_line(arguments, changed, message):
 
 
 def test_a_tokenizer_is_trained_on_raw_inputs_and_on_sources_alike(arguments, tmp_path):
-    """The texts of captions, whatever the media are; a source's texts are those it was made of."""
+    """Only caption texts count: the media are not read, and a source yields its input texts."""
     (tmp_path / "in" / "p0.txt").write_text("picture 0")
     run("ingest", *arguments)
-    (tmp_path / "in" / "p1.png").write_bytes(b"no picture")  # media are not read
+    (tmp_path / "in" / "p1.png").write_bytes(b"no picture")
     wanted = train_ranks([f"picture {number}" for number in range(5)], 262)
     to = ["--to", str(tmp_path / "out"), "--vocab-size", str(262 + 256)]
     raw = ["tokenizer", str(tmp_path / "in"), *to, "--category", "caption"]
@@ -135,7 +135,7 @@ def test_text_is_bounded():
     texts = ["abc", "d\u00e9f", "ghi"]
     assert list(at_most(texts, 99)) == texts
     assert list(at_most(texts, 6)) == ["abc", "d\u00e9"]
-    assert list(at_most(texts, 5)) == ["abc", "d"]  # no half of a character
+    assert list(at_most(texts, 5)) == ["abc", "d"]  # a character is not split
     assert list(at_most(texts, 3)) == ["abc"]
 
 
@@ -169,7 +169,7 @@ app(sys.argv[1:])
 
 
 def test_ingest_without_room_is_told_in_one_line(tmp_path):
-    """By a limit of the process on the size of files: EFBIG, which is met as a full disk is."""
+    """A file size limit of the process causes EFBIG, which is handled like a full disk."""
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("sea " * 10_000)
     (tmp_path / "t.tiktoken").write_bytes(train_ranks(["sea and more sea"] * 9, 258))

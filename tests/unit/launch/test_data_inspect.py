@@ -1,4 +1,4 @@
-"""`data verify`, `data stats` and `data show` on a small real corpus, through the command line."""
+"""Tests of the commands `data verify`, `data stats` and `data show` on a small real corpus."""
 
 import base64
 import html
@@ -46,7 +46,7 @@ def corpus(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def damaged(corpus, tmp_path) -> Path:
-    """A copy with one bit of a medium of `digits` changed."""
+    """Return a copy of the corpus in which one bit of an image of `digits` is flipped."""
     shutil.copytree(corpus, tmp_path / "copy")
     store = FolderStore(tmp_path / "copy")
     index = read_index(store, "digits")
@@ -63,7 +63,7 @@ def run(*arguments: object, code: int = 0):
 
 
 class Page(HTMLParser):
-    """What a browser would see: elements in order, and the text of those that are learnt."""
+    """HTML elements of a page in order, and the text of the token spans."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -192,11 +192,11 @@ def test_stats_page_and_json(corpus, tmp_path):
     prose = found["sources"][2]
     assert prose["over_seq_len"]["samples"] == 2
     assert found["totals"]["all"]["samples"] == 60 + 12 + 13
-    assert found["duplicates"]["samples"]["groups"] == 2  # the clips, and one text
+    assert found["duplicates"]["samples"]["groups"] == 2  # the clips, and one pair of texts
     text = out.read_text()
     page = check_self_contained(text)
     assert len(page.all("svg")) >= 6
-    assert "#010203" not in text  # every colour of a plot became one of the page
+    assert "#010203" not in text  # plot colours become page colours
     for name in NAMES:
         assert f"<h2>{name}</h2>" in text
 
@@ -243,7 +243,7 @@ def test_rows_are_those_of_the_loader(corpus, tmp_path):
         next(loader)
         batch = next(loader)
     page = show(corpus, tmp_path / "show.html", "--step", 2, "--rows", 3, "--first-row", 2)
-    assert "Row 4 of step 2<" in (tmp_path / "show.html").read_text()  # as in metrics.jsonl
+    assert "Row 4 of step 2<" in (tmp_path / "show.html").read_text()  # steps as in metrics.jsonl
     learnt = sum("l" in classes for classes, _ in page.spans)
     assert batch.rows is not None
     masks = batch.rows.loss_mask[2:5]
@@ -254,7 +254,7 @@ def test_rows_are_those_of_the_loader(corpus, tmp_path):
     assert ids == [i for row in rows.tolist() for i in row if i not in special]
     split = sum(len(a["title"].split()) - 1 for a in titles
                 if "title" in a and "l" in a["class"].split())  # fmt: skip
-    assert learnt - 1 + split == masks.sum()  # one is in the legend
+    assert learnt - 1 + split == masks.sum()  # the legend holds one span
     assert not any("w" in classes for classes, _ in page.spans)
     items = np.isin(batch.plan.items.row, (2, 3, 4))
     assert len(page.all("image")) == int(batch.plan.items.frames[items].sum())
@@ -285,7 +285,7 @@ AUGMENT = (
 
 
 def test_boxes_are_drawn_where_the_digits_are_after_augmentation(corpus, tmp_path):
-    """Digits are white on black: all that is bright must lie in the boxes read from the tokens."""
+    """Digits are white on black, so bright pixels must lie in the boxes read from the tokens."""
     show(corpus, tmp_path / "show.html", "--rows", 16, sources="{digits: 1.0}", augment=AUGMENT)
     figures = (tmp_path / "show.html").read_text().split("<figure>")[1:]
     ink = inside = drawn = augmented = 0
@@ -298,13 +298,13 @@ def test_boxes_are_drawn_where_the_digits_are_after_augmentation(corpus, tmp_pat
         pattern = r'<rect x="([-\d.e]+)" y="([-\d.e]+)" width="([\d.e]+)" height="([\d.e]+)" '
         for x, y, w, h in re.findall(pattern + 'fill="none" stroke="#[^8]', svg):
             left, top, right, bottom = float(x), float(y), float(x) + float(w), float(y) + float(h)
-            # Half a thousandth of the frame, and what resampling spreads.
+            # The margin covers half a thousandth of the frame and the spread of resampling.
             rows, cols = (slice(int(max(0, a - 1.5)), int(b + 2.5))
                           for a, b in ((top, bottom), (left, right)))  # fmt: skip
             covered[rows, cols] = True
             drawn += 1
         if "left the frame" in figure:
-            continue  # what is left of that digit has no box
+            continue  # the rest of a digit that left the frame has no box
         bright = pixels > 96
         ink += bright.sum()
         inside += (bright & covered).sum()
@@ -338,7 +338,7 @@ def test_texts_that_spell_markup_stay_text(corpus, tmp_path):
     raw = (tmp_path / "raw.html").read_text()
     check_self_contained(raw)
     assert html.escape(HOSTILE) in raw
-    assert html.escape(json.dumps(HOSTILE, ensure_ascii=False)) in raw  # in meta
+    assert html.escape(json.dumps(HOSTILE, ensure_ascii=False)) in raw  # in the metadata
 
 
 def test_a_split_text_and_a_damaged_sample_are_told(damaged, tmp_path):
@@ -351,7 +351,7 @@ def test_a_split_text_and_a_damaged_sample_are_told(damaged, tmp_path):
 
 
 class Unsteady(FolderStore):
-    """Whose first read of a range is wrong in every byte, and so is every other one after it."""
+    """Store in which the first, third, fifth... read of a shard's range has every byte wrong."""
 
     def __init__(self, root: Path):
         super().__init__(root)
@@ -369,7 +369,7 @@ WRONG = bytes(value ^ 1 for value in range(256))
 
 
 def test_a_page_of_rows_reads_documents_by_their_checksum(corpus, monkeypatch):
-    """The loader reads and checks; the page then reads the documents once more."""
+    """The page reads documents again after the loader, so it has to check and retry, too."""
     given = overrides(corpus, sources="{mixed: 1.0}")
     expected = show_rows("tiny_cpu", given, 1, range(2))
     stores = []
@@ -382,7 +382,7 @@ def test_a_page_of_rows_reads_documents_by_their_checksum(corpus, monkeypatch):
 
 @pytest.mark.parametrize("what", ["json", "item"])
 def test_an_evaluation_reads_nothing_that_is_not_of_the_index(corpus, tmp_path, what):
-    """A digit of the text, or a bit of a picture, is another by now: both may still be readable."""
+    """A changed bit in a text or an image is found, even if the file still decodes."""
     shutil.copytree(corpus, tmp_path / "copy")
     store, config = FolderStore(tmp_path / "copy"), load_config("tiny_cpu", ())
     index = read_index(store, "digits")
@@ -406,7 +406,7 @@ def test_a_swapped_image_is_the_next_one_that_fits():
     def swapped(*examples, room):
         return [e.pads for e in swap_images([example(*e) for e in examples], room)]
 
-    sizes = (10, 4), (10, 6), (10, 40)  # 2, 3 and 20 tokens of the image
+    sizes = (10, 4), (10, 6), (10, 40)  # images of 2, 3 and 20 tokens
     assert swapped(*sizes, room=30) == [3, 20, 2]
     assert swapped(*sizes, room=29) == [3, 2, 2]
     assert swapped((10, 4), (27, 6), room=29) == [3, 2]
@@ -447,12 +447,12 @@ def test_samples_that_are_not_there(corpus, tmp_path, arguments, said):
 def test_rows_that_are_not_there(corpus, tmp_path):
     given = ("--config", "tiny_cpu", *overrides(corpus), "--out", tmp_path / "x.html")
     assert "a step has 16 rows" in run("show", *given, "--first-row", 16, code=2).stderr
-    assert "'--step'" in run("show", *given, "--step", 0, code=2).stderr  # from 1 on
+    assert "'--step'" in run("show", *given, "--step", 0, code=2).stderr  # steps count from 1
     assert "leave out --config" in run("show", *given, "--source", "digits", code=2).stderr
 
 
 def test_rows_of_an_anomaly_are_those_that_the_run_had(corpus, tmp_path):
-    """Samples that the run had put into quarantine long before changed what its steps held."""
+    """The page applies the run's quarantine, which changes the rows of its steps."""
     given = overrides(corpus)
     data = load_config("tiny_cpu", given).data
     store = FolderStore(corpus)
@@ -478,7 +478,7 @@ def test_rows_of_an_anomaly_are_those_that_the_run_had(corpus, tmp_path):
     assert batch.rows is not None
     assert ids == [i for i in batch.rows.tokens.flatten().tolist() if i not in special]
     plain = show(corpus, tmp_path / "plain.html", "--step", 3, "--rows", 16)
-    assert plain.spans != page.spans  # as if nothing were in quarantine
+    assert plain.spans != page.spans  # the plain page ignores the quarantine
     other = ("show", "--config", "tiny_cpu", *given, "--out", tmp_path / "x.html", *shown)
     assert "it has steps 1, 3" in run(*other, "--step", 2, code=2).stderr
     assert "give the run's own config.yaml" in run(*other, "data.rows_per_step=32", code=2).stderr
@@ -486,7 +486,7 @@ def test_rows_of_an_anomaly_are_those_that_the_run_had(corpus, tmp_path):
 
 
 def test_a_torn_anomaly_is_none_and_a_damaged_one_is_told(tmp_path):
-    """The run was killed while it wrote it."""
+    """A run that is killed while it writes leaves a torn last line."""
     file = tmp_path / "anomalies.jsonl"
     file.write_text('{"step": 3}\n{"step": 4, "ki')
     assert find_anomaly(file, None) == {"step": 3}
@@ -496,7 +496,7 @@ def test_a_torn_anomaly_is_none_and_a_damaged_one_is_told(tmp_path):
             find_anomaly(file, 3)
 
 
-# Pieces of pages --------------------------------------------------------------------------------
+# Page parts -------------------------------------------------------------------------------------
 
 
 def test_unpatchify_undoes_the_cut():

@@ -1,4 +1,4 @@
-"""Pictures of the page are decoded in one other process, within bounds, and it is given back."""
+"""Tests of the web page's image decoder: one bounded process, which ends when it is idle."""
 
 import io
 import multiprocessing
@@ -34,7 +34,7 @@ def decoded(decoder: Decoder, data: bytes, width: int, height: int) -> np.ndarra
 
 @pytest.fixture
 def decoder(request) -> Iterator[Decoder]:
-    before = {*multiprocessing.active_children()}  # of other tests' servers
+    before = {*multiprocessing.active_children()}  # may belong to servers of other tests
     found = Decoder(getattr(request, "param", None))
     yield found
     found.close()
@@ -80,7 +80,7 @@ def test_one_that_takes_too_long_is_ended(decoder):
 
 
 def test_the_pixels_of_a_picture_are_bounded_whatever_the_index_says():
-    """The patches of a small picture are those of one that is a hundred times as large."""
+    """The index claims 640 x 640 pixels; the file has 100 times as many."""
     big = png(6_400, 6_400, "1")
     grids = [grid(KIND_IMAGE, 1, 640, 640, LIMITS)]
     found, error = _decoded(Bounds(), big, KIND_IMAGE, [0], LIMITS, grids)
@@ -92,7 +92,7 @@ def test_the_pixels_of_a_picture_are_bounded_whatever_the_index_says():
 
 @pytest.mark.parametrize("decoder", [Bounds(memory=400 << 20)], indirect=True)
 def test_memory_is_bounded_by_the_system(decoder):
-    """A picture that takes more is told; one that takes less decodes after it."""
+    """An image that needs too much memory is an error; a smaller one still decodes afterwards."""
     with pytest.raises(MediaError, match=r"takes more than 419\.4 MB to decode"):
         decoded(decoder, png(6_300, 6_300, "1"), 6_300, 6_300)
     decoded(decoder, png(90, 60), 90, 60)

@@ -1,4 +1,4 @@
-"""The parts of the demo that decide: comparison, summary, folders, what GPUs change."""
+"""Tests of the demo's decisions: comparison, summary, folders and GPU settings."""
 
 import json
 import os
@@ -129,7 +129,7 @@ def test_summary_has_the_promised_keys_and_numbers():
     assert summary["media_items"] == 20
     assert summary["text_tokens"] == 300
     assert summary["vision_tokens"] == 90
-    # A step without media has no balance to speak of.
+    # A step without media does not count in the balance.
     assert summary["balance_max_over_mean"] == {
         "naive": 3.5,
         "naive_among_owners": 2.5,
@@ -228,7 +228,7 @@ def test_middle_checkpoint_is_complete_and_not_the_last(tmp_path):
     root = tmp_path / "checkpoints"
     for step in (100, 200, 300, 400):
         (root / f"step_{step:08d}").mkdir(parents=True)
-        if step != 200:  # never finished
+        if step != 200:  # an incomplete checkpoint
             (root / f"step_{step:08d}" / "manifest.json").touch()
     assert run.middle_checkpoint(tmp_path, 400).name == "step_00000100"
     assert run.middle_checkpoint(tmp_path, 700).name == "step_00000300"

@@ -1,4 +1,4 @@
-"""The digit pages: what is drawn, where, from which scans, and how large the pages are."""
+"""Tests of the digit pages: their digits, boxes, source scans and sizes."""
 
 import io
 
@@ -75,11 +75,11 @@ def test_split_is_by_scan_and_complete(scans):
 
 
 def test_scans_are_the_package_s(scans):
-    from sklearn.datasets import load_digits  # a second: in the worker that needs it alone
+    from sklearn.datasets import load_digits  # takes a second, so only where needed
 
     raw, labels = load_digits(return_X_y=True)
     assert np.array_equal(scans.labels, labels)
-    # Enlarging must keep the ink where it was: the mean of each 3x3 block follows its source pixel.
+    # Enlarging keeps the ink in place: the mean of each 3x3 block follows its source pixel.
     small = scans.pixels.reshape(-1, 8, 3, 8, 3).mean(axis=(2, 4)) / 255 * 16
     assert np.abs(small - raw.reshape(-1, 8, 8)).mean() < 1.0
 

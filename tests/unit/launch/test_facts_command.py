@@ -1,4 +1,4 @@
-"""`kimi-pretrain data facts` and `data count`, through the command line."""
+"""Tests of the commands `kimi-pretrain data facts` and `data count`."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ RANKS = train_ranks(["the third text of 12 captions"] * 9, 270)
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
-    """The sources digits, mixed and prose, and two versions of pairs."""
+    """Write the sources digits, mixed and prose, and two versions of pairs; return the root."""
     root = tmp_path_factory.mktemp("corpus")
     store = build(root)
     for name, keys in (("pairs", "abcd"), ("pairs_2", "bcdefgh")):

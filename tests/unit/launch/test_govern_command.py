@@ -1,4 +1,4 @@
-"""`kimi-pretrain data exposure | redact`, from the command line."""
+"""Tests of the commands `kimi-pretrain data exposure` and `data redact`."""
 
 import json
 from shutil import copytree, rmtree
@@ -72,12 +72,12 @@ def test_a_request_from_exposure_to_the_audit(root, tmp_path):
         assert details(connection, "words@2")["owner"] == "text"
     again = run("exposure", runs, "--list", samples, "--json")
     assert json.loads(again.stdout.splitlines()[-1])["runs"] == summary["runs"]
-    # A run that cannot be planned again is told, and the others are looked at.
+    # A run that cannot be replayed is reported; the other runs are still examined.
     copytree(runs / "mine", runs / "other")
     noted = (runs / "other" / RUN_SOURCES).read_text()
     (runs / "other" / RUN_SOURCES).write_text(noted.replace(indices[1].content_hash, "0" * 64))
     copytree(runs / "mine", runs / "third")
-    (runs / "third" / RUN_TOMBSTONES).unlink()  # its words were redacted, nobody knows when
+    (runs / "third" / RUN_TOMBSTONES).unlink()  # words redacted at an unknown step
     found = run("exposure", runs, "--list", samples, code=1)
     assert f"{runs / 'third' / RUN_TOMBSTONES} is missing: " in " ".join(found.stderr.split())
     assert "its rows cannot be told; restore the file" in " ".join(found.stderr.split())
@@ -88,7 +88,7 @@ def test_a_request_from_exposure_to_the_audit(root, tmp_path):
 
 
 def test_exposure_does_not_answer_for_what_is_not_there(root, tmp_path):
-    """A source that was collected, of the run or held out; and one that nobody knows."""
+    """Collected sources (trained on or held out) and unknown sources give no answer."""
     store, mine = FolderStore(root), tmp_path / "mine"
     sources = "data.sources={words: 1}"
     keys = (f"data.root={root}", sources, "data.vision_token_ratio=null")
@@ -117,7 +117,7 @@ def test_exposure_does_not_answer_for_what_is_not_there(root, tmp_path):
 
 
 class Closing:
-    """A catalogue that is closed in the end."""
+    """Context manager that closes a catalogue."""
 
     def __init__(self, catalog):
         self.catalog = catalog

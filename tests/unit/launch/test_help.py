@@ -1,4 +1,4 @@
-"""Every command's help on a terminal of 80 columns: examples stand as they are to be typed."""
+"""Tests that every command's help shows its examples unwrapped on a terminal of 80 columns."""
 
 import inspect
 
@@ -26,10 +26,10 @@ def test_no_line_of_an_example_is_wrapped(path):
     _, found, examples = text.partition("\b\n")
     assert found, "a command's help ends with examples"
     assert f"kimi-pretrain {' '.join(path)}" in examples
-    # A terminal of 80 columns; the panel has a margin of one at each side.
+    # The panel has a margin of one column on each side of the 80.
     shown = CliRunner().invoke(app, [*path, "--help"], terminal_width=80, env={"COLUMNS": "80"})
     lines = [line[1:].rstrip() for line in shown.output.splitlines()]
     for line in examples.splitlines():
         assert line.rstrip() in lines
-    # What is continued says so, as a shell wants it.
+    # A continued line ends with a backslash, so the last line must not.
     assert not examples.rstrip().endswith("\\")

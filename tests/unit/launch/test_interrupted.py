@@ -1,4 +1,4 @@
-"""Ctrl-C and TERM while a store does not answer; its patience is far longer than any test."""
+"""Tests of Ctrl-C and SIGTERM while a command waits for a store that does not answer."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ import pytest
 from tests import ROOT
 from tests.silent import KEYS, SilentServer, refusing
 
-# A command that reads two objects in threads, as most do; those are waited for when it unwinds.
+# A command that reads two objects in threads; unwinding waits for such threads.
 READS = """
 import sys, threading, time
 from launch.cli.main import app, main
@@ -47,7 +47,7 @@ def test_a_command_ends_although_its_threads_wait_for_a_store(number, server):
             assert process.stdout is not None
             assert process.stdout.readline() == "reads\n"
             process.send_signal(number)
-            _, told = process.communicate(timeout=90)  # and not the store's 3,600
+            _, told = process.communicate(timeout=90)  # the store's timeout is 3,600 s
         finally:
             process.kill()
             process.communicate()

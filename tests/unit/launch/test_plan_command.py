@@ -1,4 +1,4 @@
-"""`kimi-pretrain plan` on a small real corpus: its table against plain loops over the plan."""
+"""Tests of `kimi-pretrain plan` on a small real corpus against plain loops over the plan."""
 
 import json
 import subprocess
@@ -62,7 +62,7 @@ def test_the_table_is_what_the_plan_says(root, overrides):
 
 
 def check_travel(step: dict, tokens: list[int], vision, owner: list[int]) -> None:
-    """Nodes hold ranks 0 and 1, 2 and 3; a token is 128 numbers of float32."""
+    """Check the traffic of a step: two ranks per node, and 128 float32 values per token."""
     moved, sent, received = {"stay": 0, "inside_node": 0, "across_nodes": 0}, [0] * 4, [0] * 4
     for i, count in enumerate(tokens):
         many = int(vision.parts[i])
@@ -80,7 +80,7 @@ def check_travel(step: dict, tokens: list[int], vision, owner: list[int]) -> Non
 
 
 def test_memory_is_enough_for_the_largest_chunk_and_all_embeddings(root):
-    """Against the chunks that a rank would cut; the prediction may be over by its mixture."""
+    """The prediction is at least what the chunks of each rank need, and at most 30% more."""
     found = found_by(root, "--steps", "2", "dep.max_patches_per_chunk=300")
     vision_config = load_config("tiny_cpu").model.vision
     overrides = ("dep.max_patches_per_chunk=300",)
@@ -132,10 +132,10 @@ def test_the_printed_lines_hold_the_numbers(root):
 
 
 def test_advice_where_the_largest_item_binds(root):
-    """A patch squared that costs more than all else: one picture is the slowest rank's work."""
+    """With a quadratic cost, one image alone sets the time of the slowest rank."""
     steep = "dep.cost={per_patch: 1.0e-9, per_patch_squared: 1.0e-3, per_item: 0.0}"
     (told,) = found_by(root, steep)["advice"]
-    assert "dep.max_split=2" in told  # a node has no more ranks
+    assert "dep.max_split=2" in told  # limited by the ranks of a node
     assert "in 8 of 8 steps" in told or "of 8 steps" in told
     assert "data.limits" in told
     (told,) = found_by(root, steep, "dep.max_split=2")["advice"] or [""]
@@ -185,7 +185,7 @@ def test_the_trillion_parameter_layout_is_planned_in_one_process(root):
     assert step["items"] > 1000
     balanced, owner = (step["loads"][way] for way in ("balanced", "owner"))
     assert balanced["slowest"] / balanced["mean"] < 1.1
-    assert owner["slowest"] > 10 * balanced["slowest"]  # 16 of 256 ranks would do all
+    assert owner["slowest"] > 10 * balanced["slowest"]  # 16 of 256 ranks would encode all
 
 
 def test_planning_needs_neither_torch_nor_the_engine():
@@ -230,7 +230,7 @@ def test_samples_that_do_not_fit_a_row_are_told(root):
 
 
 def pipeline_of_two(forward, backward, count: int, send: float) -> float:
-    """Seconds of 1F1B on two stages, written out: the first is one forward ahead of the second."""
+    """Return the seconds of 1F1B on two stages; the first stage runs one forward pass ahead."""
     (f0, f1), (b0, b1) = forward, backward
     free, sent, second, came = 0.0, [0.0] * count, 0.0, [0.0] * count
 
@@ -250,9 +250,9 @@ def pipeline_of_two(forward, backward, count: int, send: float) -> float:
 
 
 def sums_of_two(config, network: float) -> float:
-    """Seconds of the slower stage's gradients to one of two replicas, and weights back.
+    """Return the slower stage's seconds to reduce gradients over 2 replicas and gather weights.
 
-    Experts are on both replicas, half of them each: nothing of them is summed.
+    Each replica has half of the experts, so expert gradients are not summed.
     """
     if "language_model" in config.train.frozen:
         return 0.0
@@ -274,7 +274,7 @@ def sums_of_two(config, network: float) -> float:
 
 @pytest.mark.parametrize("frozen", ["[]", "[vision_tower]", "[vision_tower, projector]"])
 def test_seconds_of_a_step_are_those_of_plain_loops(root, frozen):
-    """Every part against the step written out by hand, with a network slow enough to matter."""
+    """Each part of a step matches a computation by hand, on a network slow enough to matter."""
     network, overrides = 1e6, (*STAGES_OF_TWO, f"train.frozen={frozen}", "dep.flops_per_second=1e9")
     found = found_by(root, "--step", "--steps", "3", f"--network={network}", *overrides)
     config = load_config("tiny_cpu", [*SMALL, *overrides])
@@ -289,7 +289,7 @@ def test_seconds_of_a_step_are_those_of_plain_loops(root, frozen):
     for name, weight in encoder.named_parameters():
         part = "projector" if name.startswith("mm_projector") else "vision_tower"
         weights[part] += weight.numel() if part not in frozen else 0
-    # Biases and norms, which the count leaves out, are 4% of so small an encoder.
+    # The count omits biases and norms, which are 4% of this small encoder.
     ring = 2 * 4 * sum(weights.values()) * (RANKS - 1) / RANKS / network
     for (plan, vision), step in zip(plans_of(root, 3, *overrides), found["steps"], strict=True):
         whole = max(seconds_of(vision.patches, vision.rank))
@@ -316,14 +316,14 @@ def test_seconds_of_a_step_are_those_of_plain_loops(root, frozen):
 
 
 def test_slices_gradients_are_gathered_before_they_are_summed(root):
-    """By the two ranks of a stage, which then have the same whole tensors, and sum experts'."""
+    """The two tensor-parallel ranks of a stage gather their slices, then sum whole tensors."""
     given = (*STAGES_OF_TWO, *NO_MEDIA, "layout.dp=1", "layout.tp=2", "layout.ep=2")
     node, network = 1e6, 2e6
     found = found_by(
         root, "--step", "--steps", "1", f"--network={network}", f"--node-network={node}", *given
     )
     config = load_config("tiny_cpu", [*SMALL, *given])
-    summed = sums_of_two(config, network)  # of two copies, here of the tensor-parallel ranks
+    summed = sums_of_two(config, network)  # two copies, one per tensor-parallel rank
     gathered = summed * network / (4 + 4) * 4 / node
     assert found["steps"][0]["gradient_sum"] == pytest.approx(summed + gathered, rel=1e-9)
     near = found_by(root, "--step", "--steps", "1", f"--network={network}", *given)
@@ -338,7 +338,7 @@ def test_a_step_without_media_is_its_pipeline(root):
 
 
 def test_bubbles_take_vision_work_out_of_a_step(root):
-    """At equal speeds; what is left outside is what the plan of bubbles has there."""
+    """The vision seconds that remain are those that the bubble plan leaves outside bubbles."""
     slow = (*STAGES_OF_TWO, "dep.flops_per_second=1e9")
     before = found_by(root, "--step", "--steps", "2", *slow)["mean"]
     after = found_by(root, "--step", "--steps", "2", *slow, "dep.bubbles=all")
@@ -355,7 +355,7 @@ def test_bubbles_take_vision_work_out_of_a_step(root):
 def test_a_step_says_what_binds(root):
     fast = "dep.flops_per_second=1e13", "data.requests_per_second=null"
     found = found_by(root, "--step", "--steps", "1", *STAGES_OF_TWO, *fast)
-    assert "dep.bubbles=all" in found["advice"][0]  # media are nearly all of it
+    assert "dep.bubbles=all" in found["advice"][0]  # encoding dominates
     found = found_by(root, "--step", "--steps", "1", *STAGES_OF_TWO, "dep.flops_per_second=1e7")
     assert not any("dep.bubbles" in line for line in found["advice"])
 
@@ -381,7 +381,7 @@ def test_a_step_that_cannot_be_predicted_is_one_line(root, arguments, words):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_tokens_travel_to_experts_on_other_nodes(root, overlap):
-    """Half of two ranks' tokens, each to two experts and back; beside the pass with overlap."""
+    """Half of the token copies cross nodes; with overlap, a pass takes the longer of both times."""
     network = 2e6
     given = ("data.rows_per_step=16", "dep.flops_per_second=1e9", "dep.ranks_per_node=1")
     given = (*given, f"layout.overlap_experts={str(overlap).lower()}")
@@ -391,7 +391,7 @@ def test_tokens_travel_to_experts_on_other_nodes(root, overlap):
     copies = 128 * model.experts_per_token / 2
     layer = 2 * copies * model.hidden_size * 4 / network
     forward = chunk_flops(load_config("tiny_cpu", [*SMALL, *given])) / 1e9
-    moved = layer * np.array([0, 1, 1, 1])  # the first chunk's layer is dense
+    moved = layer * np.array([0, 1, 1, 1])  # the layer of the first chunk is dense
     passes = 0.0
     for seconds in (forward, 2 * forward):
         passes += (np.maximum(seconds, moved) if overlap else seconds + moved).sum()
@@ -414,13 +414,13 @@ def test_measured_passes_and_updates_take_the_place_of_counted_ones(root):
     given = (*STAGES_OF_TWO, *MEASURED, "dep.ranks_per_node=4")
     found = found_by(root, "--step", "--steps", "1", "--network=1e15", *given, *NO_MEDIA)
     (step,) = found["steps"]
-    forward = (1e-3 + 3e-3 + 7e-3, 2 * 7e-3 + 13e-3)  # a dense layer and three with experts
+    forward = (1e-3 + 3e-3 + 7e-3, 2 * 7e-3 + 13e-3)  # one dense and three expert layers
     backward = (2e-3 + 5e-3 + 11e-3, 2 * 11e-3 + 17e-3)
     pipeline = pipeline_of_two(forward, backward, 8, 0.0)
     assert step["passes"] + step["imbalance"] + step["bubble"] == pytest.approx(pipeline, rel=1e-3)
-    # Two replicas share what both have; experts are on both, four of eight each.
+    # Two replicas share the update of common weights; each has four of the eight experts.
     loads = (0.3 + 0.5 + 0.7) / 2 + 4 * 0.11, (2 * 0.7 + 0.3) / 2 + 2 * 4 * 0.11
-    level = (sum(loads) + 2.9 / 2) / 2  # the encoder, over four ranks, evens it out
+    level = (sum(loads) + 2.9 / 2) / 2  # the encoder's share evens out the ranks
     assert level > max(loads)
     assert step["update"] == pytest.approx(level)
     assert step["total"] == pytest.approx(pipeline + level, rel=1e-3)
@@ -446,18 +446,19 @@ def test_what_starting_a_chunk_costs_counts_for_steps_alone(root):
 
 
 def test_a_busier_expert_rank_and_latency_lengthen_the_passes(root):
-    """Of an expert layer by the routed experts' share of its operations."""
+    """An imbalance lengthens an expert layer by its routed experts' share of the operations."""
     given = (*MEASURED, "dep.ranks_per_node=4", "data.rows_per_step=16")
     arguments = ("--step", "--steps", "1", "--network=1e15", *given, *NO_MEDIA)
     before = found_by(root, *arguments)["steps"][0]["passes"]
     after = found_by(root, *arguments, "--latency=0.001")["steps"][0]["passes"]
-    assert after - before == pytest.approx(8 * 3 * (4 + 3) * 0.001 / 2)  # three layers, two stages
+    assert after - before == pytest.approx(8 * 3 * (4 + 3) * 0.001 / 2)  # 3 layers, 2 stages
     after = found_by(root, *arguments, "--expert-imbalance=1.5")["steps"][0]["passes"]
     model, tokens = load_config("tiny_cpu").model.language, 128
     routed = 2 * 3 * model.hidden_size * model.expert_ffn_size
     both = [one / 1e3 for one in (7, 11)]
     _, active, _ = active_parameters(model)
-    keys = tokens * model.num_heads * (2 * model.qk_nope_dim + model.qk_rope_dim) / 2  # v as nope
+    # v_dim equals qk_nope_dim.
+    keys = tokens * model.num_heads * (2 * model.qk_nope_dim + model.qk_rope_dim) / 2
     share = routed / (active + keys)
     assert 0.2 < share < 0.6
     assert after - before == pytest.approx(8 * 3 * 0.5 * share * sum(both) / 2)

@@ -1,4 +1,4 @@
-"""`plan --step --draw`: the intervals of a step against the same step written out by hand."""
+"""Tests of `plan --step --draw`: a step's intervals against the same step written by hand."""
 
 from collections import defaultdict
 
@@ -29,7 +29,7 @@ UPDATE = (
 
 
 def passes_of_two(forward, backward, count: int, send: float):
-    """1F1B on two stages, written out: (stage, kind, microbatch, begin, end) of each pass."""
+    """Return (stage, kind, microbatch, begin, end) of each 1F1B pass on two stages."""
     found, free = [], [0.0, 0.0]
     ended: dict[tuple[int, str, int], float] = {}
 
@@ -54,7 +54,7 @@ def of_kind(lane: dict, *kinds: str) -> list[tuple[float, float]]:
 
 
 def check_whole(lane: dict, first: float, last: float) -> None:
-    """From first to last the lane is full, and nothing lies on anything else anywhere."""
+    """Check that a lane has no gap between first and last, and no overlap anywhere."""
     spans = sorted(of_kind(lane, *{one["kind"] for one in lane["intervals"]}))
     for (_, end), (begin, _) in zip(spans, spans[1:]):
         assert begin >= end - 1e-7
@@ -87,7 +87,7 @@ def test_intervals_are_those_of_a_step_written_out(root, frozen):
     busiest = max(range(RANKS), key=lambda rank: seconds[rank])
     assert drawn["replica"] == busiest % 2  # rank 2 * stage + replica
     assert [lane["stage"] for lane in drawn["lanes"]] == [0, 1]
-    # The stage with the most weights sums longest; the ring of the encoder is all ranks'.
+    # The stage with the most weights reduces longest; the encoder's ring includes all ranks.
     for lane in drawn["lanes"]:
         rank, stage = lane["rank"], lane["stage"]
         assert rank == 2 * stage + drawn["replica"]
@@ -121,16 +121,16 @@ def test_intervals_are_those_of_a_step_written_out(root, frozen):
 PP4 = ("layout.pp=4", "layout.dp=1", "layout.ep=1", "layout.vpp=1", "layout.stages=null")
 
 
-@pytest.mark.parametrize("rate", ["4e9", "2e10"])  # at the second one passes wait for work
+@pytest.mark.parametrize("rate", ["4e9", "2e10"])  # at 2e10, passes wait for work
 def test_vision_in_bubbles_is_where_the_plan_has_it(root, rate):
-    """Passes wait for the work of their slots; all work of a rank is drawn, and nothing twice."""
+    """Passes wait for the work of their slots, and each unit of a rank is drawn exactly once."""
     given = (*PP4, "data.rows_per_step=16", f"dep.flops_per_second={rate}", "dep.bubbles=all")
     found = found_by(root, "--step", "--steps", "2", *given)
     drawn = found["drawn"]
     plans = list(plans_of(root, 2, *given))
     bubbles = plans[drawn["step"] - 1][1].bubbles
     plan, units = bubbles.plan, bubbles.units
-    work = [defaultdict(float) for _ in range(RANKS)]  # of each rank and slot
+    work = [defaultdict(float) for _ in range(RANKS)]  # rank -> slot -> seconds
     for rank in range(RANKS):
         for unit, slot, begin, end in plan.forward[rank]:
             work[rank][slot] += (end - begin) * units.forward[unit] / plan.pieces
@@ -169,7 +169,7 @@ def test_vision_in_bubbles_is_where_the_plan_has_it(root, rate):
         assert all(first - 1e-9 <= begin < end <= last + 1e-9 for begin, end in inside)
         assert all(begin >= last - 1e-9 for begin, _ in of_kind(lane, "vision behind"))
     assert sum(len(of_kind(lane, "vision in bubbles")) for lane in drawn["lanes"]) > 4
-    # What waits between passes is filled, and not only the edges.
+    # Bubbles in the middle of the pipeline are filled, not only those at its ends.
     middle = [
         begin
         for lane in drawn["lanes"]

@@ -1,4 +1,4 @@
-"""`plan --step --search` against trying every layout and every setting by hand."""
+"""Tests of `plan --step --search` against trying every layout and every setting by hand."""
 
 import json
 from dataclasses import replace
@@ -24,7 +24,7 @@ from tests.unit.launch.plan_command import RANKS, SMALL, cost, found_by, run
 TRAFFIC = Traffic(1e7, node=2e7, memory=1e9, host=2e7)
 TOLD = ("--network=1e7", "--node-network=2e7", "--device-memory=1e9", "--host=2e7")
 SEARCH = ("--step", "--search", "--steps", "2", *TOLD)
-# So that there are few settings to try: media in chunks that cannot be smaller.
+# Media chunks already have the smallest size, so that there are few settings to try.
 SLOW = ("data.rows_per_step=16", "data.seq_len=1024", "dep.flops_per_second=1e9",
         "dep.max_patches_per_chunk=448", "data.requests_per_second=null",
         "train.offload_min_mib=0", "dep.exchange_budget_mib=1")  # fmt: skip
@@ -36,7 +36,7 @@ FREE = {"train.recompute": "[]", "train.offload": "false", "dep.offload_outputs"
 
 
 def every_layout():
-    """All layouts of four ranks, by loops over powers of two; some of them cannot run."""
+    """Yield all layouts of four ranks by loops over powers of two; some of them cannot run."""
     powers = (1, 2, 4)
     for pp, vpp, cp, tp, ep in product(powers, (1, 2, 4, 8), powers, powers, powers):
         if pp * cp * tp <= RANKS and (pp > 1 or vpp == 1) and ep <= RANKS // pp:
@@ -45,7 +45,7 @@ def every_layout():
 
 
 def tried_by_hand(root, limit: float, own: tuple[str, ...], switches: tuple[str, ...]) -> dict:
-    """Kind of layout -> least seconds of all its experts' layouts and settings that fit."""
+    """Return layout kind -> least seconds over its expert layouts and settings that fit."""
     given = (*SMALL, *own, f"data.root={root}")
     config, store = load_config("tiny_cpu", given), FolderStore(root)
     indices = [read_index(store, name) for name in config.data.source_names]
@@ -72,7 +72,7 @@ def tried_by_hand(root, limit: float, own: tuple[str, ...], switches: tuple[str,
     for layout in every_layout():
         if config.layout.overlap_experts:
             layout["overlap_experts"] = layout["vpp"] > 1 and layout["ep"] > 1
-        for coded in (False, True):  # the second where nothing else fits
+        for coded in (False, True):  # FP8 storage only if nothing else fits
             found = []
             for taken in product((False, True), repeat=len(switches)):
                 settings: dict[str, dict] = {"train": {"fp8_storage": coded}}
@@ -89,12 +89,12 @@ def tried_by_hand(root, limit: float, own: tuple[str, ...], switches: tuple[str,
 
 
 def peaks(*overrides: str) -> float:
-    """GiB of the fullest rank."""
+    """Return the peak memory of the fullest rank in GiB."""
     return plan_memory(load_config("tiny_cpu", [*SMALL, *overrides])).fullest.peak / 2**30
 
 
 def check_found(root, found: dict, own: tuple[str, ...], limit: float) -> None:
-    """What is listed can be pasted: `--step` and the plan of memory say the same of it."""
+    """Check that `--step` and the memory plan confirm each listed layout with its settings."""
     for one in found["best"]:
         again = found_by(root, "--step", "--steps", "2", *TOLD, *own, *one["settings"])
         assert again["mean"]["total"] == pytest.approx(one["seconds"], rel=1e-12)
@@ -109,14 +109,14 @@ def test_the_search_finds_what_trying_every_layout_by_hand_finds(root):
     by_hand = tried_by_hand(root, 1.0, own, ())
     seconds = [one["seconds"] for one in found["best"]]
     assert seconds == pytest.approx(sorted(by_hand.values())[:10], rel=1e-12)
-    assert len(by_hand) > 10  # so not all are listed
+    assert len(by_hand) > 10  # only the ten best are listed
     check_found(root, found, own, 1.0)
     assert found["own_seconds"] >= seconds[0]
-    # Ranks share rows and heads in some, and neither is free.
+    # Some layouts use tensor or context parallelism, and both have a cost.
     settings = [set(one["settings"]) for one in found["best"]]
     assert any("layout.tp=2" in one for one in settings)
     assert any("layout.cp=2" in one for one in settings)
-    # Experts overlap wherever they can.
+    # Expert communication overlaps wherever the layout allows it.
     without = ["layout.overlap_experts=false" in one for one in settings]
     alone = [bool(one & {"layout.vpp=1", "layout.ep=1"}) for one in settings]
     assert without == alone
@@ -132,7 +132,7 @@ def test_the_search_finds_what_trying_every_layout_by_hand_finds(root):
     ids=["recompute and offload, both the run's", "kept activations"],
 )  # fmt: skip
 def test_a_layout_takes_the_settings_with_which_it_is_fastest(root, own, switches):
-    """Under a limit that few fit as they are: by all combinations of all settings."""
+    """Under a tight memory limit, the search agrees with trying all combinations of settings."""
     given = (*SLOW, "layout.stages=null", *own)
     plain = peaks(*given, *(f"{key}={FREE[key]}" for key in switches if key in FREE))
     least = peaks(*given, *(f"{key}={NEUTRAL[key]}" for key in switches))
@@ -160,12 +160,12 @@ def test_settings_that_change_results_are_taken_only_where_no_others_do(root):
         assert peaks(*own, *without) > limit
     enough = found_by(root, *SEARCH, *own, "train.memory_limit_gib=1")["best"]
     assert not any("fp8" in setting for one in enough for setting in one["settings"])
-    # Where there is room nothing is computed again, whatever the run has.
+    # With enough memory nothing is recomputed, whatever the run's own setting is.
     assert all("train.recompute=[]" in one["settings"] for one in enough)
 
 
 def test_measured_passes_of_unknown_rows_are_not_told_for_single_rows(root):
-    """Of four rows a microbatch single ones would fit, but what they take is not known."""
+    """One row per microbatch would fit, but passes were measured with four rows."""
     measured = (
         "dep.pass_cost={embedding_forward: 1.0e-3, embedding_backward: 2.0e-3, "
         "dense_forward: 3.0e-3, dense_backward: 5.0e-3, expert_forward: 7.0e-3, "
@@ -191,11 +191,11 @@ def test_the_search_finds_what_fits_where_the_run_itself_does_not(root):
     best = found_by(root, *arguments, f"train.memory_limit_gib={limit!r}")["best"]
     assert best
     assert all(0 < one["bytes"] < own for one in best)
-    assert all(one["settings"] for one in best)  # the run as it is, is not among them
+    assert all(one["settings"] for one in best)  # the run's own settings are not listed
 
 
 def test_the_search_counts_what_it_leaves_out_and_says_why(root):
-    """Against trying each layout by hand: of two rows a step, four replicas have none."""
+    """The counts match trying each layout by hand; two rows per step are too few for 4 replicas."""
     own = ("layout.vpp=1", "layout.stages=null", "data.rows_per_step=2")
     arguments = ("--step", "--search", "--steps", "1", *own, "train.memory_limit_gib=1")
     *lines, last = run(root, *arguments, "--json").output.splitlines()
@@ -203,7 +203,7 @@ def test_the_search_counts_what_it_leaves_out_and_says_why(root):
     told = [line for line in lines if " such as pp " in line]
     for line, one in zip(told, found, strict=True):
         assert line == f"{one['count']:4d} such as {one['layout']}: {one['reason']}"
-    cannot, can = 5, 0  # pipelines of 8 chunks and more, of four layers
+    cannot, can = 5, 0  # four layers are too few for 8 or more chunks
     for layout in every_layout():
         if layout["pp"] * layout["vpp"] > 4:
             continue
@@ -238,7 +238,7 @@ def planned_steps(root, *overrides: str) -> tuple[Config, PlannedSteps]:
 )  # fmt: skip
 def test_no_settings_make_a_layout_faster_than_its_bound(root, own):
     config, planned = planned_steps(root, "layout.stages=null", *own)
-    slow = replace(TRAFFIC, host=2e5)  # so that less to move makes passes shorter
+    slow = replace(TRAFFIC, host=2e5)  # a slow host, so that fewer transfers shorten passes
     search = search_layouts._Search(config, planned, slow, 1 << 40, search_layouts.LeftOut())
     tried = 0
     for layout in list(every_layout())[::2]:
@@ -274,7 +274,7 @@ def fake(seconds: float) -> SimpleNamespace:
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 92, 104])
 def test_layouts_that_are_not_looked_at_are_not_among_the_best(root, seed, monkeypatch):
-    """With seconds drawn at random above random bounds; some layouts do not fit."""
+    """Seconds are random values above random bounds, and some layouts do not fit."""
     config, _ = planned_steps(root, "layout.stages=null", "train.memory_limit_gib=1")
     random, drawn, looked = np.random.default_rng(seed), {}, []
 
@@ -304,14 +304,14 @@ def test_layouts_that_are_not_looked_at_are_not_among_the_best(root, seed, monke
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 92, 104])
 def test_settings_that_are_not_priced_are_not_the_fastest(root, seed, monkeypatch):
-    """More switches may lessen the pipeline's seconds; behind equal ones they cost some more."""
+    """More switches may shorten the pipeline; if they do not, they make the step slower."""
     config, planned = planned_steps(root, "train.memory_limit_gib=1")
     search = search_layouts._Search(config, planned, TRAFFIC, 1 << 40, search_layouts.LeftOut())
     layout, random, priced = Layout.of(config), np.random.default_rng(seed), []
     every = [taken for taken in layout.combinations()]
     pipelines = {taken[:2]: random.choice([1.0, 1.1, 1.2]) for taken in every}
     extra = {taken: random.uniform(0.0, 0.2) for taken in every}
-    for taken in every:  # of equal pipelines those with more switches are slower
+    for taken in every:  # for equal pipelines, more switches are slower
         for part in every:
             inside = part != taken and all(a <= b for a, b in zip(part, taken, strict=True))
             if inside and pipelines[part[:2]] == pipelines[taken[:2]]:

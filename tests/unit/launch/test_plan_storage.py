@@ -1,4 +1,4 @@
-"""What storage adds to `plan --step`: reads against the fetcher's own, stalls by hand."""
+"""Tests of storage in `plan --step`: reads against the fetcher's, stalls computed by hand."""
 
 import numpy as np
 import pytest
@@ -31,9 +31,9 @@ LAYOUTS = {
 
 
 def spans_of_ranks(root, steps: int, *overrides: str, fetcher: bool = False):
-    """Of each step and rank the spans that a training process asks for, and what it then sends.
+    """Yield for each step a list with (spans, requests sent) of each rank.
 
-    Needs are written out: rows of the replica on first and last stages, items by their rank.
+    First and last stages need the rows of their replica; each rank needs the items it encodes.
     """
     config = load_config("tiny_cpu", [*SMALL, *overrides])
     layout, store = config.layout, FolderStore(root)
@@ -62,7 +62,7 @@ def spans_of_ranks(root, steps: int, *overrides: str, fetcher: bool = False):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_bytes_and_requests_are_those_of_the_fetcher(root, name):
-    """Requests as its store counts them; bytes of ranges written out span by span."""
+    """Requests match the count of the fetcher's store; bytes match a count span by span."""
     overrides = (*LAYOUTS[name], "data.requests_per_second=null")
     found = found_by(root, "--step", "--steps", "2", *overrides)
     for step, ranks in zip(
@@ -79,10 +79,10 @@ def test_bytes_and_requests_are_those_of_the_fetcher(root, name):
             size.append(read)
         sent = [one for _, one in ranks]
         assert (step["bytes"], step["requests"]) == (sum(size), sum(sent))
-        nodes = [(size[n] + size[n + 1], sent[n] + sent[n + 1]) for n in (0, 2)]  # two ranks each
+        nodes = [(size[n] + size[n + 1], sent[n] + sent[n + 1]) for n in (0, 2)]  # 2 ranks each
         assert step["node_bytes"] == max(one for one, _ in nodes)
         assert step["node_requests"] == max(one for _, one in nodes)
-        assert step["seconds"] == 0.0  # nothing is told of the storage
+        assert step["seconds"] == 0.0  # no storage speed is given
     assert found["mean"]["loader"] == 0.0
 
 
@@ -110,7 +110,7 @@ def test_a_node_s_cache_reads_each_block_once(root, tmp_path):
 
 
 def test_a_run_of_blocks_is_cut_where_a_request_would_be_too_long(root, tmp_path, monkeypatch):
-    """With requests of two blocks at most: a run of n takes half of n, rounded up."""
+    """With at most two blocks per request, a run of n blocks takes n / 2 requests, rounded up."""
     monkeypatch.setattr("kimi_pretrain.tools.step_storage.RUN_BYTES", 8192)
     cache = f"data.cache={{folder: {tmp_path}, block_bytes: 4096, disk_bytes: 1000000}}"
     (step,) = found_by(root, "--step", "--steps", "1", *STAGES_OF_TWO, cache)["loader"]
@@ -132,7 +132,7 @@ def test_a_run_of_blocks_is_cut_where_a_request_would_be_too_long(root, tmp_path
 
 
 def test_a_slow_store_is_waited_for_and_said_to_bind(root):
-    """Bytes or requests of the slowest node, whichever takes longer, beyond the step itself."""
+    """A step waits for the slowest node's bytes or requests as far as they outlast the step."""
     given = ("--step", "--steps", "2", *STAGES_OF_TWO, "dep.flops_per_second=1e12",
              "checkpoint.every=null", "data.requests_per_second=null")  # fmt: skip
     plain = found_by(root, *given)
@@ -159,7 +159,7 @@ def test_a_slow_store_is_waited_for_and_said_to_bind(root):
         assert "storage does not keep up" in run(root, *given, *more).output
     unfetched = found_by(root, *given, "--storage=1e9", "data.prefetch_steps=0")
     for step, reads in zip(unfetched["steps"], unfetched["loader"], strict=True):
-        assert step["loader"] == pytest.approx(reads["node_bytes"] / 1e9)  # asked when needed
+        assert step["loader"] == pytest.approx(reads["node_bytes"] / 1e9)  # no prefetch
     enough = run(root, *given, "--storage=1e9").output
     assert "storage keeps up" in enough
     assert "whether storage keeps up is not known" in run(root, *given).output
@@ -178,8 +178,8 @@ def test_a_save_stalls_for_what_its_copy_outlasts_the_step(root):
     written = checkpoint_bytes(config, divide_config(config))
     plain = found_by(root, *SAVES, update, "checkpoint.every=null")["steps"][0]
     assert plain["checkpoint"] == 0.0
-    assert found_by(root, *SAVES, update)["steps"][0]["checkpoint"] == 0.0  # beside the next step
-    host = float(written.max()) / (3 * plain["total"])  # the copy takes three steps
+    assert found_by(root, *SAVES, update)["steps"][0]["checkpoint"] == 0.0  # hidden by a step
+    host = float(written.max()) / (3 * plain["total"])  # the copy takes 3 steps
     found = found_by(root, *SAVES, update, f"--host={host}")
     assert found["checkpoint"]["rank_bytes"] == written.max()
     assert found["checkpoint"]["bytes"] == written.sum()
@@ -198,7 +198,7 @@ def test_a_save_stalls_for_what_its_copy_outlasts_the_step(root):
 
 
 def test_a_save_that_is_not_written_before_the_next_is_waited_for(root):
-    """By the node whose two ranks write the most."""
+    """The node whose two ranks write the most bytes determines the wait."""
     config = load_config("tiny_cpu", [*SMALL, *SAVES[3:]])
     written = checkpoint_bytes(config, divide_config(config)).tolist()
     plain = found_by(root, *SAVES)["steps"][0]["total"]

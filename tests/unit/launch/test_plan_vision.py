@@ -1,4 +1,4 @@
-"""Settings of the encoder's memory in `plan --step`, against loops over ranks and chunks."""
+"""Tests of the encoder's memory settings in `plan --step` against loops over ranks and chunks."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ GIVEN = (*STAGES_OF_TWO, "dep.flops_per_second=1e9", "dep.max_patches_per_chunk=
 @pytest.mark.parametrize("split", [1, 2])
 @pytest.mark.parametrize("gib", [0.01, 0.016, 1.0])
 def test_chunks_that_are_kept_are_not_encoded_again(root, gib, split):
-    """One after the other as long as it fits beside the kept ones and the largest other."""
+    """Each kept chunk fits next to the other kept chunks and the largest remaining one."""
     own = (*GIVEN, f"dep.max_split={split}", f"data.rows_per_step={64 if split == 1 else 4}")
     config = load_config("tiny_cpu", [*SMALL, *own])
     before = found_by(root, *STEP, *own)["steps"]
@@ -38,7 +38,7 @@ def test_chunks_that_are_kept_are_not_encoded_again(root, gib, split):
             patches = sum(vision.patches[alone]) + sum(vision.patches[i] / n for i, n in shared)
             seconds[rank] += sum(cost(vision.patches[item]) for item in alone)
             seconds[rank] += 0.003 * np.ceil(patches / 300)
-            # Shared items are chunks of their own that are never kept.
+            # Each split item is a separate chunk, which is never kept.
             taken = [sizes[part].sum() for part in cuts]
             others, room = [int(sizes[i] / n) for i, n in shared], int(gib * 2**30) - held[rank]
             keeps: list[int] = []
@@ -79,7 +79,7 @@ def test_embeddings_that_wait_on_the_host_go_there_and_back(root, frozen):
         received = [0] * RANKS
         for dest, count in zip(vision.spans.dest, vision.spans.count, strict=True):
             received[dest] += int(count)
-        ways = 4 if frozen == "[]" else 2  # gradients, too, where there are some
+        ways = 4 if frozen == "[]" else 2  # the backward pass moves gradients, too
         more = ways * max(received) * width * 4 / 1e5
         assert other["exchange"] - one["exchange"] == pytest.approx(more)
         assert other["total"] - one["total"] == pytest.approx(more)

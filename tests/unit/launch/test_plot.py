@@ -1,4 +1,4 @@
-"""`kimi-pretrain plot` on a run's folder: one that still grows, one without media, a long one."""
+"""Tests of `kimi-pretrain plot` on a growing run, a run without media and a long run."""
 
 import json
 
@@ -15,7 +15,7 @@ OPTIMIZER = {"max_logits": [1.0, None], "clipped_heads": 0, "update_rms": {"muon
 
 def run_folder(folder, *, media: bool = True, tail: str = ""):
     steps = [line | OPTIMIZER | {"skipped_steps": 0} for line in lines(8, media)]
-    steps[3]["loss"] = None  # it was not finite
+    steps[3]["loss"] = None  # a loss that was not finite
     text = "".join(json.dumps(step) + "\n" for step in steps)
     (folder / "metrics.jsonl").write_text(text + tail)
     return folder

@@ -1,4 +1,4 @@
-"""Progress where there is no terminal: lines on stderr, and not too many."""
+"""Tests of progress output: bars on a terminal, otherwise a few lines on stderr."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def test_a_file_or_a_pipe_gets_lines(monkeypatch, capfd, seconds):
 
 
 def test_a_terminal_gets_bars(monkeypatch, capfd):
-    monkeypatch.setenv("FORCE_COLOR", "1")  # to rich, a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich assume a terminal
     with progress.item_bar("items") as items, ingest_bar("known", 20, Pace()) as known:
         items(1, 2)
         known(IngestProgress(samples=3, rejected=2))

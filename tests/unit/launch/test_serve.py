@@ -1,4 +1,4 @@
-"""The page without a browser: who may ask, headers of answers, parts of files, bad input."""
+"""Tests of the web pages without a browser: access, response headers, file ranges, bad input."""
 
 import asyncio
 import hashlib
@@ -52,12 +52,12 @@ from tests.unit.launch.served import PAYLOADS, Quiet, build_served, config_file,
 
 HTMX_SHA256 = "d6fdc75f204e6bdefa99b69bf1e6d4ac69b8a364f77929f45c13476b4000f717"
 ROLES = {role.name.lower(): f"token of a {role.name.lower()}" for role in Role}
-FILM = len(PAYLOADS)  # number of the film in the source hostile
+FILM = len(PAYLOADS)  # sample number of the film in source hostile
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> SimpleNamespace:
-    """The site: a corpus, a catalogue, and steps of a configuration."""
+    """Yield a site with a corpus, a catalogue and the steps of a configuration."""
     folder = tmp_path_factory.mktemp("served")
     store = build_served(folder / "corpus")
     catalog = Catalog(str(folder / "catalog.sqlite"))
@@ -95,13 +95,13 @@ def made(tmp_path_factory) -> SimpleNamespace:
     (folder / "run").mkdir()
     line = {"step": 3, "source": "hostile", "key": "evil/01", "item": 0, "reason": PAYLOADS[1]}
     (folder / "run" / "quarantine.jsonl").write_text(json.dumps(line) + '\n{"step": 4, "sou')
-    with TestClient(application(site)):  # begins and ends it once
+    with TestClient(application(site)):  # starts and stops the application
         yield SimpleNamespace(site=site, store=store, catalog=catalog, folder=folder)
     catalog.close()
 
 
 def browser_of(site: Site, base: str = "http://testserver") -> TestClient:
-    """A browser, which says of each form that it comes from a page of ours."""
+    """Return a client that sends our own site as the origin of each request."""
     return TestClient(application(site), base, follow_redirects=False, headers={"Origin": base})
 
 
@@ -124,14 +124,14 @@ def form_of(answer) -> str:
 
 
 def problem(answer) -> str:
-    """Return the one line that an answer says what is wrong by."""
+    """Return the error line of a response, and check that it is a single line."""
     [line] = re.findall(r'role="alert">(.*?)</p>', answer.text, re.DOTALL)
     assert "\n" not in line
     assert "Traceback" not in answer.text
     return html.unescape(line)
 
 
-# Who may ask ------------------------------------------------------------------------------------
+# Access -----------------------------------------------------------------------------------------
 
 PATHS = (
     "/", "/sources/prose", "/samples", "/samples/count", "/rows", "/blend", "/statistics",
@@ -168,7 +168,7 @@ def test_a_token_of_an_address_is_used_up_by_its_first_use(made):
 
 
 def test_a_token_is_exchanged_by_a_form_of_our_own_page_only(made):
-    """Not by looking at an address, as programs that follow links do, nor for another site."""
+    """GET and HEAD, as link previews send them, and forms of other sites keep the token valid."""
     made.site.door._once[digest("once")] = Person("me", Role.VIEWER)
     plain = TestClient(application(made.site), follow_redirects=False)
     for path in ("/login?token=once", "/login"):
@@ -188,7 +188,7 @@ def test_a_token_is_exchanged_by_a_form_of_our_own_page_only(made):
 
 
 def test_a_link_of_another_site_signs_nobody_in_by_itself(made):
-    """Our script sends the form where an address was opened by hand; else somebody clicks."""
+    """Our script submits the form only if the user opened the address; otherwise a click does."""
     stranger = client(made)
     for site, at_once in (("none", True), ("cross-site", False), ("same-site", False), ("", False)):
         answer = stranger.get("/login", headers={"Sec-Fetch-Site": site} if site else {})
@@ -196,7 +196,7 @@ def test_a_link_of_another_site_signs_nobody_in_by_itself(made):
 
 
 def test_cookies_of_other_programs_on_this_host_do_not_hide_ours(made):
-    """Browsers send the cookies of all ports of a host: none of them has to be as we like it."""
+    """Browsers send the cookies of all ports of a host, and those may be malformed."""
     own = client(made, "viewer").cookies["session"]
     for foreign in (
         'state={"a": [1, 2]}',
@@ -301,11 +301,11 @@ def test_files_of_data_can_be_nothing_but_a_picture(viewer):
         assert answer.headers["content-type"].split("/")[0] in ("image", "video")
 
 
-# What changes something ---------------------------------------------------------------------------
+# Changes ------------------------------------------------------------------------------------------
 
 
 def test_roles(made):
-    """A viewer changes nothing, a curator may not archive, and nobody can with another's form."""
+    """Viewers change nothing, curators may not archive, and no role can use another role's form."""
     before = len(audited(made))
     forms = {role: (client(made, role)) for role in ROLES}
     page = "/versions/prose@1"
@@ -400,11 +400,11 @@ def test_what_is_no_form_is_refused(made):
     assert admin.get("/logout").status_code == 405
 
 
-# What is shown ------------------------------------------------------------------------------------
+# Contents -----------------------------------------------------------------------------------------
 
 
 class Elements(HTMLParser):
-    """Names and attributes of all elements."""
+    """Names and attributes of all elements of a page."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -447,7 +447,7 @@ def test_no_payload_becomes_an_element(viewer, path):
             assert "hx-post" not in attributes
             assert attributes.get("hx-get", "/samples") != "/logout"
         if "{payload}" not in path:
-            break  # the page is the same for all
+            break  # the page does not depend on the payload
 
 
 def test_payloads_are_all_there_as_text(viewer):
@@ -462,7 +462,7 @@ def test_payloads_are_all_there_as_text(viewer):
 
 @pytest.fixture
 def listed(tmp_path, monkeypatch) -> SimpleNamespace:
-    """A list of 1,000 rejected samples, looked through 30 kB at a time, and what was read of it."""
+    """Write a list of 1,000 rejected samples, of which a page searches 30 kB at a time."""
     monkeypatch.setattr(rejected, "STRETCH", 30_000)
     monkeypatch.setattr(rejected, "_PIECE", 7_000)
     store = FolderStore(tmp_path)
@@ -508,7 +508,7 @@ def test_a_look_at_rejected_samples_reads_no_more_than_a_stretch(listed):
     found = [listed.all.page("", "", 0) for _ in range(5)]
     assert found[-1].reasons == {"odd": 990, "rare": 10}
     assert [one.counted < 1 for one in found] == [True, False, False, False, False]
-    # Another list is counted anew; one that has no end of line, to its end.
+    # A replaced list is counted again; a last line without a newline counts, too.
     listed.store.put("one/rejected.jsonl", b'{"key": "k", "reason": "new", "detail": ""}')
     assert listed.all.page("", "", 0) == ([{"key": "k", "reason": "new", "detail": ""}], None,
                                           {"new": 1}, 1.0)  # fmt: skip
@@ -563,7 +563,7 @@ def test_the_grid_and_its_parts(viewer):
             break
         after, seen = html.unescape(found[1]), seen + 1
     assert len(cards) == len({*cards}) == 60 + 15 + 12 + 13
-    assert seen == 1  # 60 at a time
+    assert seen == 1  # pages hold 60 samples
     assert viewer.get("/samples/count").text == "100 of 100 samples"
 
 
@@ -642,7 +642,7 @@ def test_parts_of_a_file(viewer, asked, status, part):
 
 
 def test_large_files_are_sent_in_pieces(monkeypatch, viewer):
-    """Neither is the file read as a whole, nor a part of more than a piece."""
+    """The server reads neither the whole file nor a range longer than a piece."""
     monkeypatch.setattr("launch.web.media.WHOLE", 1000)
     monkeypatch.setattr("launch.web.media._PIECE", 300)
     monkeypatch.setattr("launch.web.media.ranged.__defaults__", (300,))
@@ -658,7 +658,7 @@ def test_large_files_are_sent_in_pieces(monkeypatch, viewer):
 
 
 def test_large_files_are_not_decoded(made, monkeypatch, viewer):
-    """A small picture and draws of one, say so; other files are read one at a time, no videos."""
+    """Thumbnails and draws of large files are refused; draws read single images and no videos."""
     read: list[tuple[str, int]] = []
     real = Media.whole
 
@@ -712,14 +712,14 @@ def test_rows_are_those_that_data_show_shows(made, viewer):
     [first, *_] = re.findall(r'href="(/pictures/\w+)"', shown)
     assert viewer.get(first).headers["content-type"].startswith("image/")
     assert viewer.get("/pictures/none").status_code == 404
-    # A later step, then an earlier one: what was planned before does not change what is shown.
+    # A step looks the same after a later step was planned.
     viewer.get("/rows?step=40")
     again = viewer.get("/rows?step=3&row=1&rows=2").text
     assert re.findall(span, again) == re.findall(span, shown)
 
 
 def test_draws_are_those_of_the_run(made, viewer):
-    """What the page shows of an epoch is what the loader's plan has for it."""
+    """The page shows the draws that the loader's plan has for each epoch."""
     text = viewer.get("/sources/hostile/samples/2/draws?first=1&epochs=5").text
     assert re.findall(r"<b>epoch (\d+)</b>", text) == ["1", "2", "3", "4", "5"]
     turned = re.findall(r"turned by (\d+) degrees", text)
@@ -765,7 +765,7 @@ def test_a_blend_is_that_of_the_plans(made, viewer):
 
 @pytest.fixture
 def late(made, monkeypatch) -> Iterator[SimpleNamespace]:
-    """Steps that nobody has looked at, by a server whose requests plan one step each."""
+    """Yield unplanned steps of a server that plans one step per request."""
     steps = made.site.steps._make()
     planned: list[int] = []
     real = steps._planner.plan
@@ -840,7 +840,7 @@ def test_who_comes_while_steps_are_read_comes_again(viewer, late):
 
 
 def test_pictures_are_decoded_in_another_process(made, viewer, monkeypatch):
-    """A picture of many pixels takes no memory of the server's, nor keeps any."""
+    """The server process decodes no image and refuses an image with too many pixels."""
     for name in ("read_image", "read_video"):
         monkeypatch.setattr(f"data_pipeline.decode.{name}", lambda *_: pytest.fail("decoded here"))
     monkeypatch.setattr(made.site.media, "_small", Kept(1 << 20))
@@ -865,7 +865,7 @@ def test_draws_are_offered_of_what_is_trained_on(made):
 
 
 def test_pages_that_take_long_leave_threads_to_the_others(made, viewer):
-    """Four at a time, and whoever comes then is told so at once."""
+    """Four slow requests may run at a time; the server refuses the next one immediately."""
     long = ("/rows?step=3", "/blend", "/sources/hostile/samples/2/draws")
     for _ in range(4):
         assert made.site.working.acquire(blocking=False)
@@ -883,12 +883,12 @@ def test_pages_that_take_long_leave_threads_to_the_others(made, viewer):
             made.site.working.release()
     for path in long:
         assert viewer.get(path).status_code == 200
-    for _ in range(5):  # one that fails gives its place back
+    for _ in range(5):  # a failed request frees its slot
         assert viewer.get("/rows?step=0").status_code == 400
 
 
 def test_statistics_are_those_of_data_count(made, viewer, monkeypatch):
-    # Here in a thread; tests/browser has the process.
+    # A thread replaces the process here; tests/browser uses the process.
     monkeypatch.setattr(
         "launch.web.statistics.ProcessPoolExecutor", lambda *_: ThreadPoolExecutor()
     )
@@ -1041,7 +1041,7 @@ def test_a_port_in_use_is_told(made):
 
 @pytest.fixture
 def sites(monkeypatch) -> Iterator[list]:
-    """The sites that the command would serve."""
+    """Return a list that collects the sites which the command would serve."""
     found: list = []
     monkeypatch.setattr(data_serve, "_run", lambda site, *_: found.append(site))
     monkeypatch.delenv("KIMI_PRETRAIN_CATALOG", raising=False)
@@ -1081,7 +1081,7 @@ def test_outside_only_tokens_of_the_file_count(made, sites, tmp_path):
 
 
 def test_the_steps_of_a_run_are_those_that_it_had(made, sites, tmp_path):
-    """A sample that the run put into quarantine is drawn in its first steps, and not later on."""
+    """A sample that the run quarantined appears in its first steps and not later."""
     folder = tmp_path / "runs" / "mine"
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text((made.folder / "my.yaml").read_text())
@@ -1152,7 +1152,7 @@ def test_a_file_of_tokens_that_is_none(tmp_path, text, words):
 
 
 def test_a_token_is_added_to_a_file_whose_last_line_has_no_end(tmp_path):
-    """As an editor may leave it: the two would be one line, and the file no file of tokens."""
+    """Editors may omit the last newline; appending must not join two tokens into one line."""
     file = tmp_path / "tokens"
     for name in ("ann", "bob", "eve"):
         token = add_token(file, name, Role.VIEWER)
@@ -1180,13 +1180,13 @@ def test_a_file_of_tokens_that_somebody_else_could_have_written(tmp_path, monkey
     ):
         file.chmod(mode)
         refused(words)
-    file.chmod(0o640)  # a service's group may read it
+    file.chmod(0o640)  # a service's group may read the file
     assert len(read_tokens(file)) == 1
     folder.chmod(0o777)
     refused(f"{folder}: others may write it")
     folder.chmod(0o1777)  # as /tmp
     assert len(read_tokens(file)) == 1
-    with monkeypatch.context() as elsewhere:  # its owner is neither who runs this nor root
+    with monkeypatch.context() as elsewhere:  # owner: neither the user nor root
         elsewhere.setattr("os.geteuid", lambda: 12_345)
         os.chown(file, os.getuid() or 54_321, -1)
         os.chown(folder, os.getuid(), -1)
@@ -1200,7 +1200,7 @@ def test_a_pipe_is_no_file_of_tokens(tmp_path):
         read_tokens(tmp_path / "tokens")
 
 
-# What is erased while the server runs -------------------------------------------------------------
+# Redaction while the server runs ------------------------------------------------------------------
 
 ERASED = {"digits": "digits-000005", "hostile": "film", "prose": "text-03"}
 DRAWN = ("digits", "prose")  # the film is longer than a row
@@ -1208,7 +1208,7 @@ DRAWN = ("digits", "prose")  # the film is longer than a row
 
 @pytest.fixture
 def own(made, sites, tmp_path) -> SimpleNamespace:
-    """A server as the command makes it, on a corpus that the test may change."""
+    """Return a copy of the corpus, its configuration and facts, which the test may change."""
     root = tmp_path / "corpus"
     shutil.copytree(made.store.root, root)
     shutil.copytree(made.folder / "facts", tmp_path / "facts")
@@ -1218,7 +1218,7 @@ def own(made, sites, tmp_path) -> SimpleNamespace:
 
 
 def serving(own, *options) -> TestClient:
-    """Begin to serve; returns a browser that is signed in."""
+    """Run the command and return a client that is signed in to its site."""
     result = run("serve", own.root, "--facts", own.facts, *options)
     shown = browser_of(own.sites[-1], "http://localhost")
     shown.post("/login", data={"token": result.stdout.partition("token=")[2].strip()})
@@ -1226,7 +1226,7 @@ def serving(own, *options) -> TestClient:
 
 
 def step_with(steps: Steps, name: str, sample: int) -> tuple[int, int]:
-    """Return a step, from 1, and a row that a sample stands in."""
+    """Return a step, counted from 1, and a row of it that holds the sample."""
     number = [index.name for index in steps._planner.indices].index(name)
     for step in range(50):
         table = steps._reader.plan(step).samples
@@ -1242,8 +1242,7 @@ def test_what_is_redacted_is_in_no_answer_of_a_server_that_runs(own):
     indices = {name: read_index(site.corpus.store, name) for name in ERASED}
     numbers = {name: list(map(str, indices[name].key)).index(key) for name, key in ERASED.items()}
     spots = {name: step_with(site.steps.last, name, numbers[name]) for name in DRAWN}
-    # Every route, with the addresses that could show something of them, and whether it then has to
-    # say that they are gone.
+    # Route -> (whether it must report the samples as gone, addresses that could show them).
     of_each = [(f"{name}/{number}", f"{name}/samples/{number}") for name, number in numbers.items()]
     asked: dict[str, tuple[bool, list[str]]] = {
         "/rows": (False, [f"/rows?step={step}&row={row}&rows=1" for step, row in spots.values()]),
@@ -1278,7 +1277,7 @@ def test_what_is_redacted_is_in_no_answer_of_a_server_that_runs(own):
     }
     assert len(pictures) > 6
     assert {browser.get(path).status_code for path in pictures} == {200}
-    # First: later pages make those anew that are of other samples.
+    # Pictures come first, because later pages render those of other samples again.
     asked = {"/pictures/{name}": (True, sorted(pictures)), **asked}
     known = {
         route.path for route in app._routes() if "GET" in (getattr(route, "methods", ()) or ())
@@ -1319,7 +1318,7 @@ def test_what_is_redacted_is_in_no_answer_of_a_server_that_runs(own):
         assert ERASED[name] not in browser.get(path).text
     assert ">1<" in re.search(r"<tr><th>redacted.*?</tr>", browser.get("/sources/prose").text)[0]
     assert browser.get("/governance").text.count("<td>1</td>") == len(ERASED)
-    # Everything else is there, from the shards that took the others' places.
+    # Other samples are served from the rewritten shards.
     kept = browser.get("/media/hostile/0/0.jpg")
     assert kept.content == turned_jpeg()
     assert "draws of augmentation" in browser.get("/sources/prose/samples/4").text
@@ -1345,11 +1344,11 @@ def test_the_steps_of_a_run_do_not_show_what_was_redacted_since(own, tmp_path):
     before = browser.get(path).text
     assert "digits-000005" in before
     pictures = re.findall(r'href="(/pictures/\w+)"', before)
-    # A line that comes now is none of the run's.
+    # A tombstone that is added later does not apply to the run.
     line = {"source": "digits", "key": "digits-000005", "from_step": step}
     (own.root / "tombstones.jsonl").write_text(json.dumps(line) + "\n")
     assert browser.get(path).text == before
-    # The run was started again with it: its folder says so.
+    # After a restart, the run's folder records the tombstone.
     noted = {**record, "tombstones": [["digits", 5, step - 1]]}
     (folder / "tombstones.json").write_text(json.dumps(noted))
     assert "digits-000005" not in browser.get(path).text

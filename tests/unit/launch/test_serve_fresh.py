@@ -1,4 +1,4 @@
-"""What is made again once the store has changed; at once, and by one at a time."""
+"""Tests that the server's derived data are rebuilt when the store changes, one build at a time."""
 
 import re
 import threading
@@ -34,7 +34,7 @@ from tests.unit.launch.served import Quiet
 
 
 class Objects:
-    """Something with a state, and what was made of it."""
+    """Source with a state; records the states from which a value was built."""
 
     def __init__(self) -> None:
         self.state, self.made = 0, list[int]()
@@ -62,7 +62,7 @@ def test_what_changes_while_it_is_made_is_seen():
 
     def make() -> str:
         told = given.make()
-        given.state += given.state in (0, 4)  # somebody else, who is not in what was read
+        given.state += given.state in (0, 4)  # another writer, after the read
         return told
 
     found = Fresh("it", given.look, make)
@@ -125,7 +125,7 @@ def test_two_are_made_at_a_time(monkeypatch):
 
 @pytest.fixture
 def corpus(tmp_path):
-    """A corpus in a store that takes another object in the place of one it has read for a fault."""
+    """Yield a corpus in a store that raises if an object that it has read is replaced."""
     store = open_store("memory://fresh")
     ranks = train_ranks(["the tide and the harbour " * 9], 270)
     texts = [CrudeSample(f"t{number}", [TextSegment(f"tide {number}")]) for number in range(9)]

@@ -1,4 +1,4 @@
-"""The page with files that a stranger wrote: each is shown as what it is, no page fails."""
+"""Tests of the web pages with malformed and hostile files: they report errors and never fail."""
 
 import json
 from types import SimpleNamespace
@@ -49,7 +49,7 @@ BODIES = {
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> SimpleNamespace:
-    """A site of one source, whose folder anybody may write."""
+    """Yield a store with one source, which the tests overwrite, and a folder for the site."""
     store = open_store("memory://hostile")
     tokenizer = Tokenizer(train_ranks(["the tide and the harbour " * 9], 270), "t")
     picture = ImageSegment(encoded(np.full((60, 60, 3), 9, np.uint8))[0], "png")
@@ -62,7 +62,7 @@ def site(tmp_path_factory) -> SimpleNamespace:
 
 
 def signed_in(site: SimpleNamespace) -> TestClient:
-    """Somebody who is signed in at a server that has just begun."""
+    """Return a client that is signed in at a newly started server."""
     names, limits = ["notes"], PatchLimits()
     facts = site.place / "facts"
     shown = Corpus(open_store("memory://hostile"), None, names, limits, facts, lambda _: Quiet())
@@ -164,7 +164,7 @@ def test_a_hostile_document_is_told_in_one_line(browser, monkeypatch, kind):
 
 
 def test_meta_data_may_hold_anything(browser, monkeypatch):
-    """Half a character, and a nesting that json reads but does not write again."""
+    """Metadata may hold a lone surrogate, or a nesting that json can parse but not serialize."""
     real = corpus.read_checked
     for meta, statuses in (
         (b'{"a": "\\ud800"}', (200,)),
@@ -182,7 +182,7 @@ def test_meta_data_may_hold_anything(browser, monkeypatch):
 
 
 def test_a_line_without_end_takes_no_memory(monkeypatch):
-    """Of a line, a part is kept; one of more than a stretch ends the list."""
+    """Only a part of a long line is kept; a line longer than STRETCH ends the list."""
     monkeypatch.setattr(rejected, "STRETCH", 30_000)
     monkeypatch.setattr(rejected, "_PIECE", 1_000)
     monkeypatch.setattr(rejected, "LONGEST", 500)

@@ -1,4 +1,4 @@
-"""Signals to a process of a training: noted, never deadly, and no torch before the handler."""
+"""Tests of signals to a rank: they are recorded, and the handler precedes the torch import."""
 
 import signal
 import subprocess
@@ -54,12 +54,12 @@ def test_a_signal_is_noted_and_a_second_changes_nothing(process, number):
         process.send_signal(again)
         time.sleep(0.02)
     assert answers(process)
-    process.send_signal(signal.SIGINT)  # Ctrl-C twice, or after another signal: at once
+    process.send_signal(signal.SIGINT)  # a second signal, Ctrl-C: ends at once
     assert process.wait(60) == -signal.SIGINT or process.returncode == 1
 
 
 def test_a_signal_that_was_held_back_is_noted(process):
-    """Who starts a rank may block it until there is a handler."""
+    """A parent may block a signal until the rank has installed its handler."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     code = f"import os, signal\nos.kill(os.getpid(), signal.SIGUSR1)\n{NOTE}"
     try:
@@ -74,7 +74,7 @@ def test_a_signal_that_was_held_back_is_noted(process):
 
 
 def test_a_rank_takes_signals_over_before_torch_is_imported():
-    """And before anything else that takes time."""
+    """The rank installs the handler before any slow import."""
     code = """
 import signal, sys
 sys.argv = ["rank", "no JSON"]

@@ -1,4 +1,4 @@
-"""The sbatch script: its options and values, and what bash and shellcheck say of it."""
+"""Tests of the sbatch script: its options and values, accepted by bash and shellcheck."""
 
 import re
 import shutil
@@ -37,7 +37,7 @@ KINDS = {
 
 
 def shell_values(text: str, **env: str) -> dict[str, str]:
-    """Return what bash makes of the lines that set a value of the job."""
+    """Return the values that bash assigns to the script's `kimi_` variables."""
     lines = [line for line in text.splitlines() if re.match(r"kimi_\w+=", line)]
     show = 'for name in "${!kimi_@}"; do printf "%s\\0%s\\0" "$name" "${!name}"; done'
     done = subprocess.run(
@@ -106,7 +106,7 @@ def test_directives():
         "qos=high",
         "exclusive",
     }
-    # A signal may come while modules are loaded, which often reads unset variables.
+    # Loading modules often reads unset variables, and a signal may arrive meanwhile.
     trap = "trap 'on_signal USR1' USR1"
     order = (trap, "module load cuda/12", "source /env/bin/activate", "set -u")
     assert [lines.index(line) for line in order] == sorted(lines.index(line) for line in order)
@@ -128,7 +128,7 @@ def test_a_mount_that_holds_the_run_folder_is_enough():
 def test_without_gpus_and_requeue():
     text = script(JOB, SlurmOptions(nodes=1, tasks_per_node=4, requeue=False))
     assert not any(line.startswith("gpus") for line in directives(text))
-    assert {"no-requeue", "signal=B:USR1@760"} <= directives(text)  # to save what was done
+    assert {"no-requeue", "signal=B:USR1@760"} <= directives(text)  # time for a last save
     assert shell_values(text)["kimi_requeue"] == ""
 
 

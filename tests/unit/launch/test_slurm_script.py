@@ -1,4 +1,4 @@
-"""Runs of the sbatch script under stand-ins for SLURM: what becomes of the job."""
+"""Tests that run the sbatch script under stand-ins for SLURM and check the job's outcome."""
 
 import fcntl
 import getpass
@@ -34,7 +34,7 @@ def test_every_task_becomes_a_rank(cluster):
 
 
 def test_ranks_of_one_node_meet_in_a_folder_that_nobody_else_can_open(tmp_path):
-    """Otherwise rank 0 would listen on all addresses, and unpickle what comes in."""
+    """Otherwise rank 0 would listen on all addresses and unpickle the data it receives."""
     cluster = Cluster(tmp_path, nodes=1)
     look = 'stat -c "%a %U %n" "$KIMI_PRETRAIN_MEETING" >> $FOLDER/meetings\n'
     code, said = cluster.run(look + cluster.stands("finished"))
@@ -48,7 +48,7 @@ def test_ranks_of_one_node_meet_in_a_folder_that_nobody_else_can_open(tmp_path):
 
 
 def test_ranks_run_in_the_container(tmp_path):
-    """Also on one node, where it would not see a folder to meet in."""
+    """This holds on one node, too, where the container cannot see a private rendezvous folder."""
     cluster = Cluster(tmp_path, nodes=1, container="/a b.sqsh", mounts=("/data:/data",))
     code, said = cluster.run(cluster.stands("finished"))
     assert code == 0, said
@@ -71,14 +71,14 @@ def test_an_element_of_an_array_trains_its_own_seed(tmp_path):
 
 
 def test_a_requeue_of_an_element_leaves_the_rest_of_its_array_alone(tmp_path):
-    """The last element that starts has the array's own number as its SLURM_JOB_ID."""
+    """The last element to start has the id of the array as its SLURM_JOB_ID."""
     cluster = Cluster(tmp_path, seeds=(3, 5))
     cluster.env |= {"SLURM_ARRAY_JOB_ID": "12345", "SLURM_ARRAY_TASK_ID": "5"}
     code, said = cluster.run("exit 75")
     assert (code, cluster.requeued("12345_5")) == (0, 1), said
     assert "job 12345_5: failed (exit code 75); newest checkpoint: none; restart 1 of 3" in said
     assert (cluster.run_dir / "seed_5/logs/failures-12345_5").read_text() == "1 0\n"
-    # A later start of this element, not of another one, ends a script that outlived its job.
+    # A later start of the same element ends a script that outlived its job.
     code, said = cluster.run(f"echo 1 > {cluster.folder}/starts; exit 75")
     assert (code, cluster.requeued("12345_5")) == (1, 1), said
     assert "a later start goes on already" in said
@@ -102,7 +102,7 @@ def test_usr1_reaches_the_ranks_and_the_job_goes_back_when_they_have_ended(clust
     assert "told to make room: back into the queue" in said
     assert cluster.requeued() == 1
     assert len((cluster.folder / "ranks").read_text().splitlines()) == 4
-    assert not cluster.failures.exists()  # not counted
+    assert not cluster.failures.exists()
 
 
 def test_a_signal_does_not_end_a_rank_that_does_not_know_it_yet(cluster):
@@ -145,7 +145,7 @@ def test_ranks_that_do_not_stop_in_time_are_given_up_and_counted(tmp_path):
 
 
 def test_ranks_of_a_job_that_is_not_requeued_are_never_given_up(tmp_path):
-    """There is nothing better than the save: here after 2.5 s, and a stop has 1 s."""
+    """The save may take longer than the stop limit: here it takes 2.5 s, and the limit is 1 s."""
     cluster = Cluster(tmp_path, save_seconds=2, requeue=False)
     save = "until [ $(cat $FOLDER/sleeps 2>/dev/null | wc -l) -ge 25 ]; do /bin/sleep .1; done\n"
     stopped = cluster.stands("stopped", "signal SIGUSR1 at rank 0")
@@ -163,7 +163,7 @@ def test_usr1_before_the_ranks_have_begun_starts_none(cluster):
         assert job.wait(50) == 0
     assert cluster.requeued() == 1
     assert not (cluster.folder / "ranks").exists()
-    assert not cluster.failures.exists()  # not counted
+    assert not cluster.failures.exists()
 
 
 def test_a_job_ended_by_request_is_no_success_and_not_requeued(cluster):
@@ -189,7 +189,7 @@ def test_what_the_user_must_mend_is_never_tried_again(cluster, others):
 
 @pytest.mark.parametrize("start", ["12345.1.1", "112345.0.1", "1234500.1"])
 def test_the_report_of_another_start_counts_for_nothing_and_stays(cluster, start):
-    """It may be of a run that goes on in the folder."""
+    """The report may belong to a run that is active in the folder."""
     word = cluster.run_dir / "logs" / "error_rank_0.txt"
     word.write_text(f"of another\nexit code 2, start {start}\n")
     code, said = cluster.run("exit 1")
@@ -199,7 +199,7 @@ def test_the_report_of_another_start_counts_for_nothing_and_stays(cluster, start
 
 @pytest.mark.parametrize(("job", "ends"), [("99", (2, 0)), ("12345", (0, 1))])
 def test_a_job_whose_folder_another_run_holds_is_not_tried_again(cluster, job, ends):
-    """The refused rank writes no report, and srun tells of the ranks that it killed."""
+    """The refused rank writes no report, and srun returns the code of the ranks that it killed."""
     lock = cluster.run_dir / "lock"
     lock.write_text(f'{{"pid": 1, "job": "{job}", "id": "{job}.0.0"}}\n')
     with lock.open() as file:
@@ -211,14 +211,14 @@ def test_a_job_whose_folder_another_run_holds_is_not_tried_again(cluster, job, e
 def test_failures_are_tried_again_while_the_run_gets_further(tmp_path):
     cluster, last = Cluster(tmp_path, max_restarts=2), 75
     for start, (saved, number) in enumerate([(4, 1), (4, 2), (109, 1), (109, 2)]):
-        # What is done and not saved is no progress.
+        # Steps without a checkpoint do not count as progress.
         (cluster.run_dir / "metrics.jsonl").write_text(f'{{"step": {200 + start}}}\n')
         code, said = cluster.run(cluster.stands("failed", saved=saved) + f"exit {last}", start)
         assert code == 0, said
         told = f"failed (exit code {last}); newest checkpoint: step {saved}; restart {number} of 2"
         assert told in said
         assert cluster.requeued() == start + 1
-    code, said = cluster.run(f"exit {last}", restart=4)  # the third in a row
+    code, said = cluster.run(f"exit {last}", restart=4)  # the third failure in a row
     assert code == last
     assert "2 restarts got no further" in said
     assert cluster.requeued() == 4
@@ -245,7 +245,7 @@ def test_a_torn_count_of_failures_begins_anew(cluster, text):
 
 def test_where_nothing_can_be_counted_slurm_s_starts_are(tmp_path):
     cluster = Cluster(tmp_path, max_restarts=2)
-    cluster.failures.mkdir()  # cannot be replaced by a file, not even by root
+    cluster.failures.mkdir()  # not even root can replace it by a file
     (cluster.failures / "full").touch()
     cluster.program("mv", "#!/bin/bash\nexit 1\n")
     for start in range(2):
@@ -263,7 +263,7 @@ def test_where_nothing_can_be_counted_slurm_s_starts_are(tmp_path):
         ({"setup": ("[ -d /nothing ] || exit 1",)}, ": [ -d /nothing ] || exit 1;"),
         ({"setup": ("source /nothing/activate",)}, ": source /nothing/activate;"),
         ({"setup": ("if false; then", "false; else", "test -d /no; fi")}, ": test -d /no; fi;"),
-        ({"setup": ("exit 0",)}, "(exit code 0): exit 0;"),  # nothing was trained
+        ({"setup": ("exit 0",)}, "(exit code 0): exit 0;"),  # no step ran
         ({"modules": ("cuda/12",)}, ": module load cuda/12;"),
     ],
     ids=["command", "function", "exit", "source", "over lines", "exit 0", "module"],
@@ -290,7 +290,7 @@ def test_a_node_that_cannot_use_the_run_folder_is_a_failure_like_others(cluster)
 
 def test_a_setup_that_is_ended_by_request_is_no_failure(tmp_path):
     cluster = Cluster(tmp_path, setup=("sleep 40",))
-    cluster.program("sleep", "#!/bin/bash\n/bin/kill -TERM $PPID; exit 143\n")  # as scancel does
+    cluster.program("sleep", "#!/bin/bash\n/bin/kill -TERM $PPID; exit 143\n")  # acts like scancel
     code, said = cluster.run("")
     assert (code, cluster.requeued()) == (143, 0), said
     assert not cluster.failures.exists()

@@ -1,4 +1,4 @@
-"""What `kimi-pretrain train` refuses before it starts anything, and where ranks cannot meet."""
+"""Tests of `kimi-pretrain train`'s checks before it starts ranks, mainly of the rendezvous."""
 
 import socket
 import threading
@@ -17,7 +17,7 @@ from launch.local.user_errors import exit_code, user_message
 
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
-    """Another program that listens, and says nothing."""
+    """Yield a socket that listens and never answers."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -29,13 +29,13 @@ def test_machines_meet_where_nobody_is_or_a_store():
     check_rendezvous(f"127.0.0.1:{store.port}")
     store.set("after", "the ping")
     assert store.get("after") == b"the ping"
-    with socket.socket() as held:  # so that nobody else takes it; connections are refused
+    with socket.socket() as held:  # bound but not listening, so connections are refused
         held.bind(("127.0.0.1", 0))
         check_rendezvous(f"127.0.0.1:{held.getsockname()[1]}")
 
 
 def test_a_rendezvous_that_another_program_has_is_refused(listener, monkeypatch):
-    """torchrun itself waits for it without an end."""
+    """torchrun would wait for the rendezvous forever."""
     monkeypatch.setattr(start, "PING_SECONDS", 0.3)
     place = f"127.0.0.1:{listener.getsockname()[1]}"
     with pytest.raises(ValueError, match=f"--rendezvous {place}: another program listens there"):

@@ -1,4 +1,4 @@
-"""`kimi-pretrain submit`: what it refuses, what it leaves in the folder, and what it prints."""
+"""Tests of `kimi-pretrain submit`: its refusals, the files that it writes, and its output."""
 
 import json
 import os
@@ -23,8 +23,10 @@ CPU = ("--config", "tiny_cpu", "--gpus-per-node", "0", "--tasks-per-node", "2")
 
 @pytest.fixture
 def sbatch(tmp_path, monkeypatch):
-    """A program named sbatch that takes every script for job 41, and writes down how it was called;
-    whatever scontrol is asked, it gives the lines of a file, one after the other.
+    """Put stand-ins for sbatch and scontrol on PATH.
+
+    sbatch accepts every script as job 41 and records its arguments. scontrol answers with the
+    lines of the file `states`, one per call; the last line repeats.
     """
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -92,12 +94,12 @@ def test_scripts_can_read_the_number(sbatch):
 def test_a_stop_that_is_given_up_before_the_watchdog_comes_is_told(sbatch):
     new = ("--run-dir", str(sbatch / "run"), "--dry-run")
     told = submit(*new, "train.timeout_seconds=600", "--save-seconds=240")
-    assert told.stdout.startswith("#!/bin/bash\n")  # a script and nothing else
+    assert told.stdout.startswith("#!/bin/bash\n")  # only the script
     (line,) = told.stderr.splitlines()
     assert line.startswith("warning: a rank that hangs while the job stops will not be named")
     assert "after 210 s (--save-seconds 240)" in line
     assert "after 600 s (train.timeout_seconds)" in line
-    assert submit(*new, "train.timeout_seconds=600").stderr == ""  # the defaults
+    assert submit(*new, "train.timeout_seconds=600").stderr == ""  # default limits
     new += ("--save-seconds=240",)
     for enough in (("--no-requeue",), ("train.timeout_seconds=209",)):
         assert submit(*new, "train.timeout_seconds=600", *enough).stderr == ""
@@ -146,16 +148,16 @@ def test_an_earlier_run_is_gone_on_with_only_by_request(sbatch, seeds):
     folder = sbatch / "run"
     old = folder / "seed_2" if seeds else folder
     (old / "checkpoints" / "step_00000005").mkdir(parents=True)
-    (old / "checkpoints" / "step_00000005" / "manifest.json").touch()  # it is complete
+    (old / "checkpoints" / "step_00000005" / "manifest.json").touch()  # marks it as complete
     new = ("--run-dir", str(folder), *seeds, "--parsable")
     other = sbatch / "other" / "checkpoints"
     other.mkdir(parents=True)
-    (other / "owner.json").touch()  # as a start leaves that has come upon a wrong path
+    (other / "owner.json").touch()  # a start on a wrong path leaves this file
     assert submit("--run-dir", str(other.parent), "--parsable").output == "41\n"
     assert "holds an earlier run; go on with --resume latest" in refused(*new)
-    # Its own checkpoints would be newer than the one that is asked for.
+    # The run's own checkpoints would be newer than the requested one.
     assert "holds an earlier run" in refused(*new, "--resume", "/other/step_00000001")
-    if seeds:  # the others have nothing to go on from
+    if seeds:  # the other seeds have no checkpoint
         told = refused(*new, "--resume", "latest")
         assert f"{folder}/seed_0 holds no run; is --run-dir right?" in told
         new += ("--or-start",)
@@ -163,7 +165,7 @@ def test_an_earlier_run_is_gone_on_with_only_by_request(sbatch, seeds):
 
 
 def test_latest_is_not_submitted_where_nothing_is_found(sbatch):
-    """The job itself begins by itself, for it may be killed before its first save."""
+    """A requeued job still starts fresh, because it may have died before its first save."""
     new = ("--run-dir", str(sbatch / "rnu"), "--resume", "latest", "--parsable")
     assert f"{sbatch}/rnu holds no run; is --run-dir right?" in refused(*new)
     assert not (sbatch / "rnu").exists()
@@ -179,7 +181,7 @@ def test_latest_is_not_submitted_where_nothing_is_found(sbatch):
 def test_where_no_checkpoint_could_be_looked_for_the_job_begins_only_by_request(
     sbatch, monkeypatch
 ):
-    """On the nodes, then. What it finds there a later start finds, too."""
+    """The job looks for a checkpoint on the nodes and needs `--or-start` to start without one."""
     looked: list[tuple[str, float]] = []
 
     def away(uri: str, patience: float = storage_read.PATIENCE_S) -> storage_read.Place:

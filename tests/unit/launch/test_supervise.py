@@ -1,4 +1,4 @@
-"""The supervisor with small stand-ins for torchrun: output, errors, and nothing left running."""
+"""Tests of the supervisor with stand-ins for torchrun: output, errors, no process left over."""
 
 import errno
 import io
@@ -23,7 +23,7 @@ from tests.held_folder import hold
 
 @pytest.fixture
 def held(tmp_path):
-    """The environment of a start whose rank 0 holds the folder."""
+    """Return the environment of a start whose rank 0 holds the run folder's lock."""
     hold(tmp_path, "this")
     return {**os.environ, START: "this"}
 
@@ -65,13 +65,13 @@ sys.exit(1)
 
     monkeypatch.setattr(supervise._Relay, "show", shown)
     result = supervise.run([*python(code), str(tmp_path)], held, tmp_path)
-    assert result == (2, "no bucket")  # the code of who ended first, which torchrun does not tell
+    assert result == (2, "no bucket")  # the first failed rank's code; torchrun hides it
     assert capsys.readouterr().err == "a warning\n"
     assert "Traceback of torchrun" in (tmp_path / "logs" / "torchrun.log").read_text()
 
 
 def test_words_of_an_earlier_run_may_vanish_while_they_are_removed(tmp_path, monkeypatch):
-    """Of several machines with one folder each removes them, at the same time."""
+    """Machines that share a run folder remove the reports at the same time."""
     logs = tmp_path / "logs"
     logs.mkdir()
     left = [logs / f"error_rank_{rank}.txt" for rank in range(3)]
@@ -79,7 +79,7 @@ def test_words_of_an_earlier_run_may_vanish_while_they_are_removed(tmp_path, mon
 
     def glob(folder: Path, pattern: str):
         found = list(real(folder, pattern))
-        for file in found[:2]:  # another machine is faster
+        for file in found[:2]:  # another machine removes them first
             file.unlink()
         return iter(found)
 
@@ -112,7 +112,7 @@ def test_a_folder_that_does_not_answer_ends_no_training(tmp_path, monkeypatch, h
 
 
 def test_a_log_on_a_full_disk_keeps_nobody_waiting(tmp_path, capsys, held):
-    """More than a pipe holds: torchrun would stand still."""
+    """The output exceeds a pipe's buffer, so that an unread pipe would block torchrun."""
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "torchrun.log").symlink_to("/dev/full")
     code = "import sys\nfor line in range(50000): print(line, file=sys.stderr)"
@@ -127,7 +127,7 @@ def test_many_lines_are_shown_at_once_in_their_order(tmp_path, capsys, monkeypat
     code = "import sys\nfor line in range(5000): print(line, file=sys.stderr)"
     assert supervise.run(python(code), held, tmp_path) == (0, None)
     assert capsys.readouterr().err.split() == [str(line) for line in range(5000)]
-    assert len(looked) < 1000  # not once a line
+    assert len(looked) < 1000  # not once per line
 
 
 def test_lines_wait_until_somebody_has_looked_for_a_word(tmp_path, capsys):
@@ -154,7 +154,7 @@ def test_lines_wait_until_somebody_has_looked_for_a_word(tmp_path, capsys):
 
 
 def test_a_worker_in_a_session_of_its_own_does_not_survive(tmp_path, monkeypatch, held):
-    """As torchrun does it; and torchrun itself is killed by force, so it cannot clean up."""
+    """torchrun starts workers in new sessions and cannot clean up when it is killed by SIGKILL."""
     code = """
 import pathlib, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -189,17 +189,17 @@ time.sleep(120)
     with pytest.raises(Interrupted):
         supervise.run([*python(code), str(pid_file)], held, tmp_path)
     worker = int(pid_file.read_text())
-    with suppress(psutil.NoSuchProcess):  # gone, or not yet taken notice of
+    with suppress(psutil.NoSuchProcess):  # reaped, or still a zombie
         assert psutil.Process(worker).status() == "zombie"
 
 
-# Stands for torchrun: starts one rank in a session of its own, and ends with its exit code.
+# Stand-in for torchrun: starts one rank in a new session and exits with the rank's code.
 LAUNCHER = """
 import subprocess, sys
 rank = subprocess.Popen([sys.executable, "-c", sys.argv[2], *sys.argv[1:2]], start_new_session=True)
 sys.exit(abs(rank.wait()))
 """
-# Takes a while before it has a handler, as a rank that loads torch: signals have to wait for it.
+# Installs its handler late, like a rank that loads torch; the supervisor must hold signals back.
 RANK = """
 import pathlib, signal, sys, time
 folder = pathlib.Path(sys.argv[1])
@@ -229,7 +229,7 @@ def test_a_training_is_asked_to_save_and_then_waited_for(number, tmp_path, capfd
     command = [*python(LAUNCHER), str(tmp_path), rank]
     assert supervise.run(command, held, tmp_path, in_order=True) == (0, None)
     sender.join()
-    # How long a rank waits for a silent store depends on who asked.
+    # The signal decides how long a rank waits for a silent store.
     wanted = signal.SIGUSR1 if number == signal.SIGUSR1 else signal.SIGTERM
     assert (tmp_path / "saved").read_text() == wanted.name
     assert f"{number.name}: saving, then ending" in capfd.readouterr().err
@@ -239,7 +239,7 @@ def test_a_training_is_asked_to_save_and_then_waited_for(number, tmp_path, capfd
 def test_a_report_from_before_a_restart_is_not_that_of_a_rank_that_saves(
     tmp_path, monkeypatch, held
 ):
-    """It was read before the rank was asked, and is gone since; looks are far apart."""
+    """The supervisor read the report before it asked the rank to save; the file is gone now."""
     reports = [ExitReport("no progress for 30 s", 75)]
     monkeypatch.setattr(
         supervise._Start, "report", lambda start: reports.pop() if reports else None
@@ -260,7 +260,7 @@ def test_a_report_from_before_a_restart_is_not_that_of_a_rank_that_saves(
     assert (tmp_path / "saved").read_text() == "SIGTERM"
 
 
-# Stands for torchrun with restarts: starts a rank again for ever, and ends when it is told to.
+# Stand-in for torchrun with restarts: restarts its rank forever and ends on SIGTERM.
 RESTARTS = """
 import signal, subprocess, sys
 rank = None
@@ -273,7 +273,7 @@ while True:
     rank = subprocess.Popen(command, start_new_session=True)
     rank.wait()
 """
-# Cannot save when it is told to end; as every rank does, it removes its former word first.
+# A rank that cannot save on a stop signal; like every rank, it first removes its old report.
 CANNOT_SAVE = """
 import pathlib, sys, time
 sys.path.insert(0, ROOT)
@@ -295,7 +295,7 @@ sys.exit(75)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_stop_that_cannot_save_is_not_tried_again(number, tmp_path, held):
-    """Nobody wants restarts of what was told to end; without an end to them this would hang."""
+    """A run that was asked to stop is not restarted; the test would hang if it were."""
 
     def interrupt() -> None:
         end = time.monotonic() + 60
@@ -312,10 +312,10 @@ def test_a_stop_that_cannot_save_is_not_tried_again(number, tmp_path, held):
 
 
 def test_a_rank_that_lingers_after_the_error_of_another_is_killed(tmp_path, monkeypatch, held):
-    """It may be stopped, or inside a collective; torchrun alone would wait for half a minute."""
+    """The rank may be suspended or inside a collective; torchrun would wait for half a minute."""
     monkeypatch.setattr(supervise, "LINGER_SECONDS", 0.5)
     (tmp_path / "logs").mkdir()
-    report = "of an earlier start\nexit code 2, start this\n"  # such as of the same machines
+    report = "of an earlier start\nexit code 2, start this\n"  # as from the same machines
     (tmp_path / "logs" / "error_rank_1.txt").write_text(report)
 
     def rank() -> str:
@@ -333,7 +333,7 @@ def test_a_rank_that_lingers_after_the_error_of_another_is_killed(tmp_path, monk
 
 
 def test_what_the_user_has_to_mend_is_not_tried_again(tmp_path, monkeypatch, capsys, held):
-    """A launcher with restarts left would go on for ever."""
+    """A user error ends a launcher that would otherwise restart forever."""
     monkeypatch.setattr(supervise, "LINGER_SECONDS", 0.5)
     code = """
 import pathlib, sys, time
@@ -349,7 +349,7 @@ while True:
     assert capsys.readouterr().err == ""
 
 
-# Stands for the torchrun of a start that another run's lock refuses: its rank tells, and ends.
+# Stand-in for torchrun whose ranks another run's lock refuses: they report the error and exit.
 REFUSED = """
 import sys
 from pathlib import Path
@@ -364,9 +364,9 @@ sys.exit(1)
 
 
 def test_a_start_without_the_lock_writes_nothing_into_the_folder(tmp_path, capsys):
-    """Another run is at work there, whose supervisor would take the report for its own."""
+    """The supervisor of the run in that folder would mistake the report for its own."""
     (tmp_path / "logs").mkdir()
-    for name in ("error_rank_0.txt", "torchrun.log"):  # of the other run
+    for name in ("error_rank_0.txt", "torchrun.log"):  # files of the other run
         (tmp_path / "logs" / name).write_text("of the first\nexit code 1, start first\n")
     hold(tmp_path, "first")
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
@@ -379,7 +379,7 @@ def test_a_start_without_the_lock_writes_nothing_into_the_folder(tmp_path, capsy
 
 @pytest.mark.parametrize("others", ["report", "stacks"])
 def test_a_report_of_another_start_ends_no_run(tmp_path, held, others):
-    """Whoever wrote it: on a mount without locks nothing keeps a second start from the folder."""
+    """On a mount without locks, a second start may write reports into the folder."""
     code = f"""
 import pathlib, sys, time
 logs = pathlib.Path(sys.argv[1]) / "logs"
@@ -395,7 +395,7 @@ sys.exit(3)
 
 
 def test_the_ranks_tell_their_supervisor_which_start_they_joined(tmp_path):
-    """As where another machine, which holds rank 0, names the place to meet in another way."""
+    """The machine of rank 0 may name the rendezvous differently, so ranks report their start."""
     hold(tmp_path, "of_rank_0")
     code = f"""
 import sys

@@ -1,4 +1,4 @@
-"""`kimi-pretrain data sync` as a command: what it prints, and how it ends."""
+"""Tests of the command `kimi-pretrain data sync`: its output and exit codes."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""torchrun's command line: golden pieces, checked once more by torchrun's own parser."""
+"""Tests of torchrun's command line against fixed arguments and torchrun's own parser."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from launch.local.torchrun import SHUTDOWN_SECONDS, Nodes, command, environment,
 
 JOB = Job("configs/tiny_cpu.yaml", "runs/a b", ("train.steps=3", "data.root=s3://x"), "latest")
 
-# After a restart torch would look for the ranks at the addresses that they had before.
+# With a shared store, torch would use outdated rank addresses after a restart.
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 HERE = Path("/private")
 MEETING = {NAME: "/private"}
@@ -36,7 +36,7 @@ def test_one_node_meets_in_a_file():
     assert "store_type=file" in args.rdzv_conf.split(",")
     assert args.local_addr == "127.0.0.1"
     assert args.max_restarts == 0
-    assert args.shutdown_timeout == SHUTDOWN_SECONDS > 60  # a save comes to its end
+    assert args.shutdown_timeout == SHUTDOWN_SECONDS > 60  # long enough for a save
     assert parsed(command(JOB, Nodes(4), HERE, max_restarts=3)).max_restarts == 3
 
 
@@ -45,7 +45,7 @@ def test_several_nodes_meet_where_they_are_told():
     assert (args.nnodes, args.nproc_per_node, args.rdzv_id) == ("32", "8", "job-7")
     assert args.rdzv_endpoint == "n1:29400"
     assert args.rdzv_conf == ""
-    # Each node has its own address; the loopback would be wrong here.
+    # With several nodes, the loopback address would be wrong.
     assert args.local_addr is None
 
 
@@ -66,7 +66,7 @@ def test_threads_share_the_cores(cores, processes, threads):
     assert env == {"HOME": "/h", "OMP_NUM_THREADS": threads, **OWN_STORE, **MEETING}
     inherited = {"HOME": "/h", NAME: "/of/another/job", START: "another", REPORTS: "/of/it"}
     env = environment(inherited, Nodes(processes, 2, "n1:29400"), cores, HERE)
-    # Machines that meet are one start; a machine alone is one of its own.
+    # Machines that share a rendezvous form one start.
     start = {START: "kimi-pretrain@n1:29400"}
     assert env == {"HOME": "/h", "OMP_NUM_THREADS": threads, **OWN_STORE, **start}
 

@@ -1,4 +1,4 @@
-"""Which errors a restart may mend."""
+"""Tests of exit codes: user errors, and transient errors that a restart may fix."""
 
 import errno
 import json
@@ -68,7 +68,7 @@ AWAY, REFUSED = StoreUnavailable("gave up"), AccessDenied("refused")
         (os_error(errno.EACCES), 2),
         (os_error(errno.EIO), 75),
         (of_loader(os_error(errno.ESTALE)), 75),
-        # These tell of something else than a folder that is away.
+        # These errors do not mean that a folder is unavailable.
         (wrapped(os_error(errno.EWOULDBLOCK), ValueError, hidden=False), 2),
         (wrapped(os_error(errno.ESRCH), ValueError, hidden=False), 2),
         (wrapped(OSError("cannot identify image file"), ValueError, hidden=False), 2),
@@ -133,7 +133,7 @@ def test_a_plain_value_error_of_the_loader_ends_with_a_traceback(
     ours = isinstance(cause, IndexMismatch)
     assert worker.main(argument, run=run) == (2 if ours else 1)
     assert ("Traceback" in capsys.readouterr().err) == (not ours)
-    assert (first_exit_report(tmp_path) is not None) == ours  # who watches takes it for a crash
+    assert (first_exit_report(tmp_path) is not None) == ours  # no report means a crash
 
 
 def test_the_loader_s_error_has_the_code_of_its_cause():
@@ -144,7 +144,7 @@ def test_the_loader_s_error_has_the_code_of_its_cause():
 
 @pytest.mark.parametrize("loader", [False, True])
 def test_a_worker_that_died_is_told_in_a_line_and_worth_a_restart(loader):
-    """Killed for want of memory, as a rule; 2 would end the job for ever."""
+    """The usual cause is lack of memory; code 2 (user error) would prevent a restart."""
     error: Exception = WorkerDied("step 7 cost 2 workers in a row")
     if loader:
         dead, error = error, LoaderError(7, error)

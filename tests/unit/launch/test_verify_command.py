@@ -1,4 +1,4 @@
-"""`kimi-pretrain verify dep`: what is refused, and what is printed."""
+"""Tests of `kimi-pretrain verify dep`: its refusals and its output."""
 
 import json
 from pathlib import Path
@@ -139,7 +139,7 @@ def test_a_fault_that_is_not_found_fails_the_self_test(capsys):
 
 
 def leave(folder: Path, scale: float = 1.0, items: int = 3, **facts) -> None:
-    """Write what a job of one parameter would leave."""
+    """Write the files that a job with one parameter leaves."""
     plain = dict(losses=[1.0], grad_norm=1.0, loss_tokens=9, vision_tokens=5, items=items)
     plain |= dict(skipped_samples=0, differing=[]) | facts
     gradient = scale * torch.arange(1.0, 7.0).reshape(2, 3)
@@ -173,12 +173,12 @@ def test_faults_are_judged_by_the_reference(tmp_path):
     assert not missed.passed
     assert missed.comparison.passed
     assert not missed.as_dict()["faults"]["lost-gradient"]["found"]
-    leave(tmp_path / "reference/lost-item", 1.1)  # a reference of its own
+    leave(tmp_path / "reference/lost-item", 1.1)  # a separate reference
     assert not outcome("lost-item").passed
     leave(tmp_path / "dep/clean", 1.1)
     broken = outcome("lost-gradient")
     assert not broken.passed
-    assert not broken.as_dict()["faults"]["lost-gradient"]["found"]  # nobody can tell
+    assert not broken.as_dict()["faults"]["lost-gradient"]["found"]  # unknown: the clean run fails
 
 
 def test_what_passes_says_so(capsys):

@@ -1,4 +1,4 @@
-"""`kimi-pretrain verify resume` without its processes: options, jobs, places, what it prints."""
+"""Tests of `kimi-pretrain verify resume` without ranks: options, jobs, folders and output."""
 
 import json
 import math
@@ -67,7 +67,7 @@ def test_a_fault_that_is_not_found_fails_the_self_test(capsys):
     assert not missed.passed
     assert shown(missed, capsys)[-1] == "FAIL: planted and not found: unsaved-rng"
     broken = result(BAD, lost_momentum=BAD).as_dict()
-    assert not broken["faults"]["lost-momentum"]["found"]  # nobody can tell
+    assert not broken["faults"]["lost-momentum"]["found"]  # unknown: the clean run fails
 
 
 def test_a_planted_run_is_shown_as_the_run(capsys):
@@ -168,7 +168,7 @@ def test_the_other_layout_is_another():
 
 
 def test_a_run_from_scratch_is_no_resumed_run(tmp_path):
-    """It would come out the same, and prove nothing."""
+    """A run from scratch would give the same result, but it would prove nothing about resuming."""
     runs = Runs(CONFIG, Jobs(tmp_path, lambda line: None), "", 2)
     runs.check_began("stopped", Trace({}, began=2))
     for began in (0, 1, None):
