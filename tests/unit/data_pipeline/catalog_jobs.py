@@ -1,4 +1,4 @@
-"""What processes of test_catalog.py do to one catalogue at once; they import it by name."""
+"""Functions that several processes of test_catalog.py run at once; they import them by name."""
 
 import os
 import random

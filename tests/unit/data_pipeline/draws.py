@@ -1,4 +1,4 @@
-"""A configuration with everything in it, and draws by it."""
+"""An augmentation config that sets every option, and random draws made with it."""
 
 import numpy as np
 

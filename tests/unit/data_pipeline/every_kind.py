@@ -1,4 +1,4 @@
-"""A small corpus of every kind of sample, real files in a folder, and a config that uses it all."""
+"""A small corpus on disk with every kind of sample, and a config that uses every data feature."""
 
 import numpy as np
 from PIL import Image, ImageDraw

@@ -1,4 +1,4 @@
-"""An S3 server in memory in place of botocore's connection; a test may choose its answers."""
+"""An in-memory S3 server that replaces botocore's connection; tests may override its answers."""
 
 import io
 import re

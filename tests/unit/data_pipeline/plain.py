@@ -1,4 +1,4 @@
-"""Made-up indices, and the slow plain twins of layout, packing and planning: token by token."""
+"""Synthetic indices, and slow token-by-token references for layout, packing and planning."""
 
 import numpy as np
 

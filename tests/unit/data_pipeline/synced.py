@@ -1,4 +1,4 @@
-"""Sources to be synced: several shards, one grown from another, one counted anew."""
+"""Sources for the sync tests: one with several shards, one grown from it, one reindexed."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""docs/alone/stream.md and docs/alone/loader.md: their code runs as it stands."""
+"""The code of docs/alone/stream.md and docs/alone/loader.md runs unchanged."""
 
 import json
 

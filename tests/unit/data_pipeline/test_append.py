@@ -1,4 +1,4 @@
-"""A source that grows: as if all had been ingested at once; the old shards stay where they are."""
+"""Appending to a source equals one single ingest, and the old shards keep their keys."""
 
 import json
 from dataclasses import replace

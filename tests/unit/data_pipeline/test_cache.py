@@ -1,4 +1,4 @@
-"""The cache in one process: the same bytes as the store behind it, with few requests."""
+"""The cache in one process: it returns the bytes of the store behind it, with few requests."""
 
 import fcntl
 import logging

@@ -1,4 +1,4 @@
-"""The catalogue, on SQLite and on a real PostgreSQL: gates, compare-and-set, audit, schema."""
+"""The catalogue on SQLite and on a real PostgreSQL: gates, compare-and-set, audit, schema."""
 
 import multiprocessing
 import os

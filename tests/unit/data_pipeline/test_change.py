@@ -1,4 +1,4 @@
-"""Other shares and new sources in mid-run: the past stays, and what follows is one order."""
+"""Mid-run changes of weights and sources: past rows stay, and the rest follows one fixed order."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Samples chosen by their length: a source that would be the same without the others."""
+"""Samples selected by length: the order equals that of a source without the other samples."""
 
 import numpy as np
 import pytest

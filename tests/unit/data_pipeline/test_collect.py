@@ -1,4 +1,4 @@
-"""Garbage collection: nothing that anybody needs goes, whatever happens, and all else does."""
+"""Garbage collection removes all unneeded objects and no needed one, whatever happens meanwhile."""
 
 import itertools
 import json

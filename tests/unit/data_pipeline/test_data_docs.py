@@ -1,4 +1,4 @@
-"""docs/DATA.md says what the code does: keys, defaults, examples, commands, error messages."""
+"""Checks of docs/DATA.md against the code: keys, defaults, examples, commands, error messages."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Media to patches: pixels against numpy arithmetic, frames against a plain full decode."""
+"""Media decoded to patches: pixels against numpy arithmetic, frames against a plain full decode."""
 
 import io
 

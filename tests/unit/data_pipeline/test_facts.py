@@ -1,4 +1,4 @@
-"""Facts of sources: their statistics are those of `source_stats`, and of plain counting."""
+"""Facts of sources: their statistics equal those of `source_stats` and of plain counting."""
 
 import dataclasses
 import json

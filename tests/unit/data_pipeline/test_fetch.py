@@ -1,4 +1,4 @@
-"""What a step's bytes become: coordinates that follow the pixels, variants, repeated reads."""
+"""The fetcher: coordinates follow the pixels, variants are applied, damaged reads are repeated."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Samples found by their facts, as the index has them; indices in small pieces; redacted ones."""
+"""Sample search by facts, checked against the index; indices cut into pieces; redacted samples."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""When a second request is sent, which of two wins, and that no thread is left over."""
+"""Hedged requests: when the second is sent, which of the two wins, and no thread is left over."""
 
 import random
 import threading

@@ -1,4 +1,4 @@
-"""The index: what is written is read, and nothing else passes for it."""
+"""The index reads back as it was written, and any other content is refused."""
 
 import hashlib
 import io

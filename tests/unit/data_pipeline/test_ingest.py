@@ -1,4 +1,4 @@
-"""Samples to a source: every number in the index against a plain recount from the shards."""
+"""Ingest: every number in the index against a plain recount from the shards."""
 
 import io
 import json

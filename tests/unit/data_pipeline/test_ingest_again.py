@@ -1,4 +1,4 @@
-"""Ingest by workers, and taken up again where it stopped: the same bytes either way."""
+"""Ingest by workers and ingest resumed after a stop write the same bytes."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""The blend of a whole training: schedule, epoch caps, and what a state holds of it."""
+"""The mixture over a whole training run: schedule, epoch caps, and the part that a state holds."""
 
 from fractions import Fraction
 

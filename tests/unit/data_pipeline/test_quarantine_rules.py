@@ -1,4 +1,4 @@
-"""Rules of the quarantine, and of states that a loader takes or refuses."""
+"""Rules of the quarantine, and the states that a loader accepts or refuses."""
 
 import itertools
 import json

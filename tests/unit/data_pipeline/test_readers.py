@@ -1,4 +1,4 @@
-"""Folders, webdataset tars and manifests: what becomes a sample, from any place on."""
+"""Readers of folders, webdataset tars and manifests: samples, resume positions, rejections."""
 
 import gzip
 import io

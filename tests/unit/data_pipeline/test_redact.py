@@ -1,4 +1,4 @@
-"""Redaction: no byte of the samples is left, every other sample is as it was, whoever holds it."""
+"""Redaction leaves no byte of the samples in any source, and every other sample unchanged."""
 
 import hashlib
 import itertools

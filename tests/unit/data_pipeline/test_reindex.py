@@ -1,4 +1,4 @@
-"""Another tokenizer over the same shards: equal to ingesting anew, without reading the media."""
+"""Reindex with another tokenizer: equal to a new ingest, without reading the media."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""S3 as other servers speak it: their codes, what they lack, and answers that are none."""
+"""S3 dialects: error codes of other servers, features they lack, and malformed answers."""
 
 import time
 from email.utils import formatdate

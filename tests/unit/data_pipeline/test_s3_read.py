@@ -1,4 +1,4 @@
-"""One read of S3 and the names of its failures, without a server. With one: tests/fault."""
+"""One S3 read and the names of its failures, without a server; tests/fault uses a server."""
 
 import pytest
 import urllib3.exceptions

@@ -1,4 +1,4 @@
-"""Short forms of every category: the document's examples, real data, and what is refused."""
+"""Short forms of every category: the document's examples, real data, and refused input."""
 
 import json
 import re

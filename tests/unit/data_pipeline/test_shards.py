@@ -1,4 +1,4 @@
-"""Shards as other people's tools read them: tarfile and webdataset."""
+"""Shards as external tools read them: tarfile and webdataset."""
 
 import hashlib
 import io

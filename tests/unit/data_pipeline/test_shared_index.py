@@ -1,4 +1,4 @@
-"""One copy of an index for the processes of a node: the same columns, gone with the last."""
+"""One copy of an index for the processes of a node: equal columns, removed with its last user."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Lengths under augmentation; split, shrunk, refused samples; quarantine: against plain twins."""
+"""Lengths under augmentation, split, shrunk and refused samples, quarantine, against plain twins."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Figures of sources against slow plain counting, and duplicates that were planted."""
+"""Statistics of sources against slow plain counting, and planted duplicates."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""`data sync` between folders: what is copied, what a second sync costs, what is refused."""
+"""`data sync` between folders: copied files, the cost of a second sync, and refusals."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Budgets of tokens: the last step is that of a plain loop, and schedules are shares of them."""
+"""Token budgets: the last step equals that of a plain loop, and stages start at budget shares."""
 
 import pytest
 from pydantic import ValidationError

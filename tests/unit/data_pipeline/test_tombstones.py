@@ -1,4 +1,4 @@
-"""Tombstones: no row before their step changes, none of their samples is in a row after it."""
+"""Tombstones: earlier rows stay unchanged, and later rows hold none of the listed samples."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Order, limits, errors and ends of runs; what happens to processes is in tests/fault."""
+"""Worker pools: order, limits, errors and ends of runs; tests/fault covers process failures."""
 
 import gc
 import os

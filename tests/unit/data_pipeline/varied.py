@@ -1,4 +1,4 @@
-"""Indices with variants, regions and pictures, and the plain twin of their lengths under chance."""
+"""Indices with variants, regions and images, and a slow reference of their augmented lengths."""
 
 import numpy as np
 

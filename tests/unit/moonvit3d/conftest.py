@@ -1,4 +1,4 @@
-"""One thread: the tests share their machine, and bit-equality must not hang on a thread count."""
+"""Fixtures of the encoder tests; they run on one torch thread, so that bit-equality is fixed."""
 
 import pytest
 import torch

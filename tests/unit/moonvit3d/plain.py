@@ -1,4 +1,4 @@
-"""Plain twins of sizes and patches, and functions of transformers that it cannot be asked for."""
+"""Slow references for sizes and patches, and functions extracted from transformers' source file."""
 
 import ast
 import math

@@ -1,4 +1,4 @@
-"""The safetensors format: what the library writes is read, and the other way round."""
+"""The safetensors format: we read what the library writes, and the library reads what we write."""
 
 import json
 import struct

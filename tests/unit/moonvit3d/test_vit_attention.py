@@ -1,4 +1,4 @@
-"""The fast attention against the plain one, and the rule that picks."""
+"""The fast attention against the reference attention, and the rule that chooses between them."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""The example of docs/alone/moonvit3d.md runs, on files as it names them."""
+"""The example of docs/alone/moonvit3d.md runs on files with the names that it uses."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The cost formula against torch's own counter."""
+"""The cost formula against torch's own FLOP counter."""
 
 import numpy as np
 import pytest

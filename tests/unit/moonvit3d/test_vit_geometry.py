@@ -1,4 +1,4 @@
-"""Sizes, token counts and video sampling against other people's code and hand-made cases."""
+"""Sizes, token counts and video sampling against external code and hand-made cases."""
 
 import math
 from datetime import UTC, datetime

@@ -1,4 +1,4 @@
-"""Bytes to pixels: what is read, bit for bit, and what is refused, with one clear error each."""
+"""Bytes to pixels: bit-exact decoding, and one clear error for each refused file."""
 
 import io
 import struct

@@ -1,4 +1,4 @@
-"""Want of memory is no fault of a file, whatever a decoder calls it."""
+"""Lack of memory is never reported as a defect of a file, whatever error the decoder raises."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Predicted peak memory against what the allocator hands out."""
+"""Predicted peak memory against the allocator's measured peak."""
 
 import pytest
 import torch

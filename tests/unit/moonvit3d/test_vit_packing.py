@@ -1,4 +1,4 @@
-"""Packs of bounded size, and that no bit of an item's output hangs on its pack."""
+"""Packs of bounded size; the bits of an item's output do not depend on its pack."""
 
 import random
 from pathlib import Path

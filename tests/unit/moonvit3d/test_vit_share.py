@@ -1,4 +1,4 @@
-"""A share of an item: which patches it holds, and that a share of everything is the item."""
+"""Shares of an item: the patches of each share; a share of all tokens equals the item."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""YAML of the configuration: what is written is read back equal, and numbers are decimal."""
+"""YAML of the configuration: written values read back equal, and numbers are decimal."""
 
 import math
 
