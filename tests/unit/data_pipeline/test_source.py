@@ -1,4 +1,4 @@
-"""Lengths under augmentation, split, shrunk and refused samples, quarantine, against plain twins."""
+"""Lengths under augmentation, splitting, shrinking and quarantine, against slow references."""
 
 import numpy as np
 import pytest
