@@ -24,8 +24,7 @@ def encoded(pixels: np.ndarray | Image.Image, kind: str = "PNG", **options) -> b
 
 
 def video(pictures: Sequence[np.ndarray], fps: float, codec: str = "mpeg4", turn: int = 0) -> bytes:
-    """Return an MP4 of frames [height, width, 3] of one size; `turn` is its rotation tag in
-    degrees."""
+    """Return an MP4 of equal-sized frames [height, width, 3]; `turn` is its rotation in degrees."""
     out = io.BytesIO()
     with av.open(out, "w", format="mp4") as container:
         stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))

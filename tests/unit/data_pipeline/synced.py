@@ -43,8 +43,7 @@ def objects_of(store: Store) -> dict[str, bytes]:
 
 
 def assert_whole(target: Store) -> list[str]:
-    """Check that the shards of each manifest are present and match their SHA-256; return the
-    sources."""
+    """Check that the shards of each manifest exist and match their SHA-256; return the sources."""
     keys = target.list()
     names = [key.removesuffix("/manifest.json") for key in keys if key.endswith("/manifest.json")]
     for name in names:

@@ -135,8 +135,7 @@ def test_the_default_folder_is_of_one_s_own(tmp_path, monkeypatch, planted):
 
 @AS_ROOT
 def test_in_a_container_without_root_the_host_s_folder_serves(tmp_path):
-    """A folder whose owner is outside the user namespace is accepted; other foreign owners are
-    refused."""
+    """An owner outside the user namespace is accepted; any other foreign owner is refused."""
     code = (
         "import os, pathlib; from data_pipeline.store.private import private_folder\n"
         "assert os.stat('shared').st_uid not in (0, os.getuid())\n"

@@ -65,8 +65,7 @@ def inner(tmp_path) -> Counted:
 
 @pytest.fixture
 def opened(tmp_path, shared_memory, inner):
-    """Return a function that opens caches over `inner` with the object registered; close them at
-    the end."""
+    """Return a function that opens caches over `inner` with the object registered."""
     stores: list[CachedStore] = []
 
     def opened(**config) -> CachedStore:

@@ -167,8 +167,7 @@ def test_an_index_that_is_not_the_manifests_leaves_nothing_behind(corpus, tmp_pa
 
 
 def test_an_index_of_another_content_is_refused(corpus, tmp_path):
-    """The check covers what `read_index` compares: the file's hash may match while the content
-    differs."""
+    """The check is that of `read_index`: the file's hash may match while the content differs."""
     index = read_index(corpus, "mixed")
     store = FolderStore(tmp_path / "root")
     write_index(store, dataclasses.replace(index, name="bad"))
@@ -255,8 +254,7 @@ def test_alike_ones_are_the_duplicates(corpus, folder):
 
 
 def test_a_fingerprint_changes_with_each_checksum():
-    """A file's fingerprint depends on its bytes, a sample's on its document and each of its
-    files."""
+    """A file's fingerprint depends on its bytes, a sample's on its document and its files."""
     index = made_index("made", [9], 3, media=0.6)
     item = int(np.flatnonzero(index.item_chunk == 0)[-1])
     sample = int(np.searchsorted(index.item_ptr, item, side="right")) - 1

@@ -175,8 +175,7 @@ def test_more_that_cannot_be_used(store, tokenizer, segment):
 
 
 def _placed(*regions: RegionSegment, **options) -> CrudeSample:
-    """Return a video, an image of 40 x 28 pixels as medium 1, another image, and regions between
-    them."""
+    """Return a video, an image of 40 x 28 pixels as medium 1, another image, and regions."""
     picture = ImageSegment(encoded(noise(28, 40)), "png")
     segments = [regions[0], VideoSegment(mp4(22)), picture, picture, *regions[1:]]
     return CrudeSample("placed", segments, **options)

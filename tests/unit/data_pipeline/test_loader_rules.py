@@ -57,8 +57,7 @@ def file_of(root, index, line):
 
 
 def expected_patches(config, planner, plan, item):
-    """Return an image's patches by the written rules: file, its draw, limits at the shrink
-    level."""
+    """Return an image's patches by the written rules: file, draw, limits at the shrink level."""
     sample, line = int(plan.items.sample[item]), int(plan.items.index_line[item])
     source = planner.sources[plan.samples.source[sample]]
     chosen = np.array([sample])

@@ -42,8 +42,7 @@ def needs_of(plan, rank, world):
 
 
 def digest_of(plan, parts):
-    """Return the SHA-256 of each row's tokens, labels and mask in order, and of each item in
-    order."""
+    """Return one SHA-256 of each row's tokens, labels and mask and of each item, in order."""
     sha = hashlib.sha256(plan.content_hash().encode())
     for part in parts:
         assert not part.bad
@@ -58,8 +57,7 @@ def digest_of(plan, parts):
 
 
 def stream(planner, state, workers, world, steps):
-    """Return the digests of `steps` steps in a world of `world` ranks, and the state after each
-    step."""
+    """Return digests of `steps` steps as `world` ranks hold them, and the state after each step."""
     plans = []
     for _ in range(steps):
         plan, state = planner.plan(state)

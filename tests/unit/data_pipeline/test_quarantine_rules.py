@@ -70,8 +70,7 @@ class Taken:
 
 
 def run_with_quarantine(texts, found_in=5, **changes):
-    """Run to the end, with a sample of step `found_in` in quarantine; return the states after
-    steps."""
+    """Run to the end with a sample of step `found_in` in quarantine; also return the states."""
     taken, states, bad = Taken(), {}, None
     with text_loader(texts, **changes) as loader:
         for step in range(LAST):
@@ -146,8 +145,7 @@ def test_a_resumed_run_keeps_to_the_quarantine(texts, quarantined, step):
 
 
 def test_the_delay_of_quarantine_is_exact(texts):
-    """A window opened QUARANTINE_DELAY steps after the finding lacks the sample; an earlier one
-    has it."""
+    """A window opened QUARANTINE_DELAY steps after the finding, but no sooner, lacks the sample."""
     planner = Planner(texts[2], TEXTS)
     state, bad, opened = planner.state_dict(), (1, 3), []
     for _ in range(LAST):
