@@ -28,7 +28,7 @@ def migrated(url: str) -> tuple:
 
 
 def transitions(url: str, number: int, count: int) -> int:
-    """Switch versions between active and deprecated; return the number of conflicts with others."""
+    """Switch versions between active and deprecated; return the number of conflicts."""
     catalog, chance, conflicts = Catalog(url), random.Random(number), 0
     done = 0
     while done < count:

@@ -82,10 +82,10 @@ def slow_best_fit(lengths, seq_len):
 
 
 def slow_substitute(index, sample, lengths, seq_len):
-    """Return the sample that replaces `sample`. The k-th unusable sample of a shard is replaced by
-    the
-    k-th usable sample (from 0) after it, cyclically in the shard, or in the source if the shard has
-    no usable sample.
+    """Return the sample that replaces `sample`.
+
+    The k-th usable sample (from 0) after it, cyclically in the shard, replaces the k-th unusable
+    sample of the shard. If the shard has no usable sample, the rule applies to the source.
     """
     if lengths[sample] <= seq_len:
         return sample

@@ -140,7 +140,7 @@ def test_a_sample_that_was_erased_here_is_rejected_also_when_its_source_is_gone(
     others = [replace(given[4], segments=given[5].segments), replace(given[3], key="twin")]
     again = [*given[2:4], *others, *given[5:7]]
     new = ingest(again, store, "new", tokenizer, 20_000, append_to="old", **made)
-    # A new sample under an erased sample's key is accepted; a copy of an erased sample is not.
+    # New content under an erased key is accepted, and so is erased content under a new key.
     kept = [*given[:3], *others, *given[5:7]]
     assert [new.key_of(n) for n in range(new.num_samples)] == [sample.key for sample in kept]
     [told] = [json.loads(line) for line in store.get("new/rejected.jsonl").splitlines()]

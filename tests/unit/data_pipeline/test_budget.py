@@ -1,4 +1,5 @@
 """The node's request budget: bucket arithmetic, and several real processes that share a budget.
+
 Bounds on counts are exact and hold on a machine of any speed. No test asserts that something is
 fast.
 """
@@ -243,6 +244,7 @@ def _most_above(times, rate):
 
 def test_processes_together_stay_within_the_rate_though_one_is_killed(tmp_path):
     """One process is killed while it waits, then the server throttles; the others keep taking.
+
     A take is recorded a moment after it was granted, so each process may appear to exceed by one.
     """
     rate, burst, number = 80.0, 8.0, 50

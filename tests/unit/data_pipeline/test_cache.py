@@ -320,7 +320,7 @@ def test_a_damaged_block_is_dropped_and_fetched_again(opened, inner, shared_memo
     reader = opened(**TIERS["both" if damage is damage_byte else tier])
     assert reader.get("a/shard") == DATA
     assert reader.cache_stats.corrupt == 1
-    # The other tier still had the block for a damaged byte, unless it was the last tier.
+    # After a damaged byte in memory, the disk tier still has the block.
     lost = damage is not damage_byte or tier == "disk"
     assert inner.gets == ([("a/shard", 3 * BLOCK, BLOCK)] if lost else [])
     assert opened(**TIERS[tier]).get("a/shard") == DATA

@@ -587,6 +587,7 @@ def test_changes_of_many_processes_are_neither_lost_nor_refused(url, processes, 
 
 def with_role(request, role: str, *grants: str) -> tuple[Catalog, str]:
     """Return a new catalogue with one version, and its URL for a role whose password is its name.
+
     Args:
         grants: grants to the role, "SELECT ON ..." each.
     """

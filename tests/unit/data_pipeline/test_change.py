@@ -147,7 +147,7 @@ def test_a_source_of_a_later_stage_comes_in_with_it():
 
 
 def test_redacted_samples_stay_those_of_their_sources():
-    """New sources earlier in name order do not shift the redactions of existing sources."""
+    """New sources that sort before the existing sources do not shift their redactions."""
     web = replace(MADE["web"], redacted=(9, 3), made_as=MADE["web"].content_hash)
     shots = replace(MADE["shots"], redacted=(4,), made_as=MADE["shots"].content_hash)
     mine, old = {**MADE, "web": web, "shots": shots}, planner_of(FIRST.sources)

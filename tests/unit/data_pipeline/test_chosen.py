@@ -21,6 +21,7 @@ ROWS = ({}, {"seq_len": 120, "split_text": True}, {"seq_len": 120, "shrink_media
 
 def pictures(name: str, keep: np.ndarray | None = None, first: int = 30):
     """Return samples of a text with or without an image, in five shards; only those of `keep`.
+
     The texts of the first shard have `first` tokens.
     """
     rng = np.random.default_rng(3)

@@ -30,7 +30,7 @@ SEQ_LEN = 64
 
 
 def symbols_of(document, pads, tokenizer):
-    """Return (token, may be predicted) pairs, written from the description of the format."""
+    """Return (token, may be predicted) pairs, built from the description of the format."""
     pads = list(pads)
     out = [(tokenizer.bos, False)]
     for segment in document:

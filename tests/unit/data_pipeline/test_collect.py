@@ -307,7 +307,7 @@ WHAT = st.tuples(st.sampled_from(CHANGES), st.sampled_from(NAMES))
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    """Take over a lock immediately if its holder shows no activity."""
+    """Let a lock be taken over immediately when its holder shows no activity."""
     monkeypatch.setattr("data_pipeline.ingest.claim.SILENT_S", 0.0)
     monkeypatch.setattr("data_pipeline.ingest.claim._SETTLE_S", 0.0)
 

@@ -62,14 +62,14 @@ def test_written_boxes_are_where_the_pixels_are(corpus):
             width, height = resized(*map(int, size), config.limits.image, config.limits.side)
             grid = (1, int(plan.items.grid_h[item]), int(plan.items.grid_w[item]))
             pixels = picture_of(fetched.media[item], grid)[:height, :width].astype(float)
-            # Half-white pixels bound the block; edge coordinates.
+            # Edges of the block, in edge coordinates; a half-covered pixel counts as white.
             white = (pixels.mean(axis=2) > 150).nonzero()
             found = np.array(
                 [white[1].min(), white[0].min(), white[1].max() + 1, white[0].max() + 1]
             )
             wanted = np.array([int(n) for n in numbers.groups()]) / 1000
             wanted = wanted * [width, height, width, height]
-            # A pixel of the shrunk image, half a source pixel, and the cut to thousandths.
+            # Errors: a pixel of the shrunk image, half a source pixel, the cut to thousandths.
             worst = max(worst, float(np.abs(found - wanted).max()))
             checked += 1
     fetcher.close()

@@ -1,4 +1,5 @@
 """I1: one SHA-256 of the row stream for any world, worker count, and resume in another layout.
+
 Ranks are simulated: each requests its rows and items, as a replica and an encoder would, and their
 union is the step. Workers are real processes with their own stores. The corpus has every kind of
 sample, augmentation, split texts, a schedule and an epoch cap.

@@ -475,7 +475,7 @@ def test_once_is_the_same_in_steps_of_other_rows():
 
 @pytest.mark.parametrize(("group", "sizes"), [(1, [9, 1]), (3, [9, 3]), (9, [9, 9])])
 def test_once_takes_no_more_rows_than_samples_and_layout_want(group, sizes):
-    """At 262,144 tokens, a row without samples costs more attention than all other rows."""
+    """At 262,144 tokens, a row without samples costs more attention than all samples."""
     rows = 9
     _, plans = once(3200, group, rows_per_step=rows)
     used = sum(len(np.unique(plan.samples.row)) for plan in plans)

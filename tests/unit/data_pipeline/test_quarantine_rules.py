@@ -78,8 +78,7 @@ def run_with_quarantine(texts, found_in=5, **changes):
             taken.take(batch)
             if step == found_in:
                 samples = batch.plan.samples
-                # A sample whose number in the plan and in the index differ, from a source other
-                # than 0.
+                # A sample whose numbers in plan and index differ, and not from source 0.
                 number = next(
                     n
                     for n in range(samples.index.size)

@@ -561,7 +561,7 @@ def test_an_input_is_given_once(tmp_path):
 
 
 def test_names_that_differ_by_their_case_or_lack_a_suffix_are_all_read(tmp_path):
-    """Files in one folder: "a.PNG" sorted before "a.png", which replaced it."""
+    """Regression: in one folder, "a.PNG" came first and "a.png" replaced it."""
     folder = _put(tmp_path / "in", {"a.PNG": PNG, "a.png": JPEG, "a.txt": "a"})
     [(_, unit)] = open_inputs([folder], "caption").read()
     assert sorted(unit.members) == ["PNG", "png", "txt"]

@@ -96,6 +96,7 @@ def occurrences(folder, needles):
 
 def needles_of(held, gone):
     """Return byte strings of the redacted documents and files that no other sample contains.
+
     Args:
         held: source -> key -> bytes of the sample.
         gone: keys of the redacted samples.
@@ -590,8 +591,7 @@ def test_nobody_writes_in_a_folder_while_replaced_shards_are_removed(root):
 
 
 def test_replaced_shards_stay_while_somebody_else_writes(root, monkeypatch):
-    """The writer may be there or in a source that may name them; the next redaction deletes
-    them."""
+    """The writer may be there or in a source that may name them; the next redaction gets them."""
     store, _ = root
     key = read_index(store, "other").shards[0].key
     carry_out(Breaking(store, 3), {"other": ["o0"]})  # the removal is the fourth change

@@ -47,6 +47,7 @@ class Remote:
 
 def write_source(store, name, shards, kinds=(KIND_IMAGE,), body=None):
     """Write `shards` samples in each shard; sample i has i % (len(kinds) + 1) media of `kinds`.
+
     A video counts three chunks, although its bytes may be no video.
     """
     offsets, crcs, lengths, items, pointer, places, infos = [], [], [], [], [0], [], []
@@ -748,7 +749,7 @@ def test_no_more_requests_at_once_than_threads(monkeypatch, whole):
 
 
 class Counting:
-    """A store that counts requests in total and in flight; requests wait for two others."""
+    """A store that counts requests in total and in flight; the first requests wait for a third."""
 
     uri = "counting"
 

@@ -225,7 +225,7 @@ def test_a_target_that_takes_wrong_bytes_is_found(made, target):
     assert assert_whole(target) == ["captions"]
 
 
-# What is refused --------------------------------------------------------------------------------
+# Refusals ---------------------------------------------------------------------------------------
 
 
 def refused(source, target, wanted, kind, message):
@@ -517,7 +517,7 @@ def erased(store, name):
 
 
 def bodies(store):
-    """Return stretches of the texts of two samples, taken before their redaction."""
+    """Return stretches of the texts of two samples, read before their redaction."""
     made = {**dict.fromkeys(GONE, None)}
     for name, [key] in GONE.items():
         index = read_index(store, name)

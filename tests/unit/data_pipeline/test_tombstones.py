@@ -92,7 +92,7 @@ def test_rows_before_are_the_same_and_none_is_drawn_after(made, tmp_path, pack_w
 
 
 def check_rows(planner, plan):
-    """Check that samples fill a row without gaps, and that media lie inside their samples."""
+    """Check that samples fill a row without gaps, and that media are inside their samples."""
     samples, items = plan.samples, plan.items
     assert np.all(np.diff(samples.row) >= 0)
     first = np.concatenate([[True], np.diff(samples.row) > 0])[: len(samples)]
@@ -262,7 +262,7 @@ def test_a_record_brings_the_same_back_whatever_list_and_sources_say_by_now(made
 
 
 def test_of_two_lines_and_a_redaction_of_one_sample_the_earliest_step_counts(made, tmp_path):
-    """The order of the lines does not matter, nor whether the line or the redaction is earlier."""
+    """The line may come first or the redaction, and the lines may have any order."""
     web = made[1]
     steps = {3: (9, 5), 4: (5, 9), 6: (12,), 7: (3,)}
     entries = [("web", web.key_of(n), step) for n, some in steps.items() for step in some]
@@ -415,7 +415,7 @@ SLOW = pytest.param((1, 2, 4), (0, 1, 2), 40, range(0, 38, 3), marks=pytest.mark
     ("worlds", "workers", "steps", "stops"), [((1, 2, 4), (0, 2), 16, (7, 8, 9, 12)), SLOW]
 )
 def test_a_thousand_from_a_step_on_in_every_world(texts, worlds, workers, steps, stops):
-    """Every world has one digest per step; no listed sample is drawn where all were due."""
+    """Every world reads the same digest per step; no listed sample is drawn where all would be."""
     config, tokenizer, indices, out = texts
     plain, _ = run(Planner(indices, config.replace(tombstones=None)), 60)
     plans, states = run(Planner(indices, config), 60)

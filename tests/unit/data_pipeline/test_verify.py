@@ -1,4 +1,5 @@
 """Every kind of damage that `data verify` promises to find, planted one at a time in real sources.
+
 The real ingest builds the clean source once; a test changes a copy of it.
 """
 

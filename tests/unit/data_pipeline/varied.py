@@ -132,6 +132,7 @@ def _inside(value, end):
 
 def slow_varied(index, config, seed, sample, epoch, limits, level=0, applied=True):
     """Lay out a sample in an epoch, piece by piece: (length, [(first pad, pads, grid)], lost).
+
     `lost` is true if the sample had regions and none is in view.
     """
     [key] = sample_keys(seed, index.name, [sample], [epoch])

@@ -38,7 +38,7 @@ def png(depth, colour, width, height, rows, extra=b""):
 
 
 def check_line(error):
-    """Check for one short line without memory addresses, which would differ between runs."""
+    """Check that the error is one short line without memory addresses, which differ by run."""
     text = str(error.value)
     assert text
     assert "\n" not in text

@@ -88,6 +88,7 @@ def gradients(call, encoder, patches, grids):
 @pytest.mark.parametrize("part", ["a block", pytest.param("all", marks=pytest.mark.slow)])
 def test_compiled_gradients_are_right(part, encoder, make_patches):
     """AOTAutograd, which all compiling backends use, loses gradients of overwritten tensors.
+
     All overwritten tensors are inside a block, and tracing the whole encoder takes 15 s.
     """
     encoder, grids = encoder.double(), [(1, 4, 4), (2, 2, 6)]

@@ -1,4 +1,5 @@
 """Tower and projector against transformers 5.23.0's Kimi_K25VisionModel and projection class.
+
 The cases are random configs and packs of mixed frame counts, and hand-made edge cases. In float32,
 every item's tokens before and after the projector and the gradient of every parameter must lie
 within 1e-5 of the oracle's, as a relative distance of whole tensors. Each item is a separate
@@ -44,6 +45,7 @@ Grid = tuple[int, int, int]
 @dataclass(frozen=True)
 class Case:
     """A config, a pack of items, and the seed of weights and pixels.
+
     Args:
         gain: scale of the embeddings. A small scale makes the epsilon of the norms visible. It also
             drowns the patches in the biases of the first blocks, so that later blocks see equal
@@ -145,9 +147,9 @@ def filled_encoder(case):
 
 def oracle(config, encoder):
     """Return transformers' tower and projection with our weights and type, matched by name.
+
     `layouts` renames the tensors. test_vit_weights checks it against transformers' own files, and
-    its
-    row order against hand-made numbers.
+    its row order against hand-made numbers.
     """
     vision = kimi.Kimi_K25VisionConfig(
         pos_emb_height=config.pos_grid, pos_emb_width=config.pos_grid,
@@ -176,7 +178,8 @@ Results = dict[str, torch.Tensor]
 
 
 def results_of_oracle(encoder, patches, grids) -> Results:
-    """Return outputs and gradients of transformers with the encoder's weights and its own names.
+    """Return transformers' outputs and gradients with our encoder's weights, under its own names.
+
     One call accepts only items of one frame count, so the pack is fed in up to four parts, and the
     gradients accumulate over them.
     """
@@ -226,6 +229,7 @@ def gradients(module, prefix=""):
 
 def distances(got: Results, want: Results) -> dict[str, float]:
     """Return ||got - want|| / ||want|| of each tensor.
+
     A bias on the keys shifts all logits of a query equally; without rotation its gradient would
     vanish. It is therefore measured against the gradient of its weight.
     """
@@ -287,18 +291,16 @@ class TorchInFloat64:
 @pytest.mark.parametrize("case", [*EDGES, *FAINT[:4], *MORE_FAINT], ids=lambda case: case.name)
 def test_equals_transformers_in_float64(case, monkeypatch):
     """Results are equal up to float64 rounding, so the float32 distance is rounding, too.
+
     This check is needed where patches look alike (FAINT): the gradients of q and k then nearly
-    vanish
-    next to the gradient of v, and float32 keeps few of their digits. Of 876 such gradients in 100
-    faint cases, 54 were more than 1e-5 from the oracle's (4e-5 at most; every other tensor was
-    within
-    6e-6). Against float64, 51 of our gradients and 6 of the oracle's were that far off, and none of
-    ours with `attend_reference` in place of the fused attention, whose backward pass rounds in
-    another
-    order.
+    vanish next to the gradient of v, and float32 keeps few of their digits. Of 876 such gradients
+    in 100 faint cases, 54 were more than 1e-5 from the oracle's (4e-5 at most; every other tensor
+    was within 6e-6). Against float64, 51 of our gradients and 6 of the oracle's were that far off,
+    and none of ours with `attend_reference` in place of the fused attention, whose backward pass
+    rounds in another order.
+
     The oracle computes its rotary and bicubic weights in float32 for every parameter type; this
-    test
-    makes it use float64.
+    test makes it use float64.
     """
     for later in (kimi, vision_utils):
         monkeypatch.setattr(later.module(), "torch", TorchInFloat64())

@@ -79,7 +79,8 @@ def test_company_changes_no_bit(case, dtype, make_patches):
 
 @pytest.mark.parametrize("threads", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_company_changes_no_bit_on_several_threads(threads):
-    """Neither does a second run, gradients included.
+    """A second run also gives the same bits, gradients included.
+
     The test runs in a separate process because the thread count is a process-wide setting.
     """
     here = Path(__file__).parent

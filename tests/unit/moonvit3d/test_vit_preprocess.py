@@ -58,8 +58,8 @@ def test_golden_hashes_of_the_released_processor(pixels, grid, sha):
 
 @pytest.fixture(scope="module")
 def processor():
-    """Return transformers' Kimi_K25ImageProcessor without torchvision: `preprocess(pixels,
-    limits)`.
+    """Return transformers' Kimi_K25ImageProcessor without torchvision, as `run(pixels, limits)`.
+
     The processor's own methods run, extracted from the installed file. Substitutes replace its
     torchvision calls: Pillow's resize (as in the released processor), zero padding,
     subtract-and-divide.
