@@ -85,7 +85,7 @@ def slow_substitute(index, sample, lengths, seq_len):
     """Return the sample that replaces `sample`.
 
     The k-th usable sample (from 0) after it, cyclically in the shard, replaces the k-th unusable
-    sample of the shard. If the shard has no usable sample, the rule applies to the source.
+    sample of the shard. If the shard has no usable sample, those of the source serve.
     """
     if lengths[sample] <= seq_len:
         return sample
