@@ -1,4 +1,4 @@
-"""What processes of test_catalog.py do to one catalogue at once; they import it by name."""
+"""Functions that several processes of test_catalog.py run at once; they import them by name."""
 
 import os
 import random
@@ -12,8 +12,9 @@ from tests import postgres
 
 
 def told(results, start, work: Callable[..., object], given: tuple) -> None:
-    """Put what work returns into a queue; all begin together."""
-    os.environ["PGPASSWORD"] = postgres.PASSWORD  # theirs is the environment of the first test
+    """Put the result of `work` into a queue; all processes start together."""
+    # the fork server has the environment of the first test
+    os.environ["PGPASSWORD"] = postgres.PASSWORD
     start.wait(60)
     results.put(work(*given))
 
@@ -27,7 +28,7 @@ def migrated(url: str) -> tuple:
 
 
 def transitions(url: str, number: int, count: int) -> int:
-    """Bring versions to and fro as they were seen; returns how often somebody came between."""
+    """Switch versions between active and deprecated; return the number of conflicts."""
     catalog, chance, conflicts = Catalog(url), random.Random(number), 0
     done = 0
     while done < count:
@@ -38,7 +39,7 @@ def transitions(url: str, number: int, count: int) -> int:
         try:
             promote(catalog, name, to, revision=row.revision)
             done += 1
-            if done % 25 == 1:  # while others write
+            if done % 25 == 1:  # while other processes write
                 with catalog.read() as connection:
                     check(connection)
         except Conflict:

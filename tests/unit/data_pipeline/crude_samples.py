@@ -11,7 +11,7 @@ from tests.unit.data_pipeline.media import encoded, mp4, noise
 
 
 def crude(count: int = 8) -> list[CrudeSample]:
-    """Every kind of segment, in samples of four forms."""
+    """Return samples of four forms that together have every kind of segment."""
     clip = mp4(22)
     made = []
     for i in range(count):

@@ -1,4 +1,4 @@
-"""A configuration with everything in it, and draws by it."""
+"""An augmentation config that sets every option, and random draws made with it."""
 
 import numpy as np
 
@@ -29,12 +29,12 @@ EVERYTHING = AugmentConfig(
 
 
 def some_keys(num, seed=0):
-    """Keys of the first media of samples 0 ... num-1."""
+    """Return the keys of the first media item of samples 0 ... num-1."""
     zeros = np.zeros(num, np.int64)
     return media_keys(sample_keys(seed, "some", np.arange(num), zeros), zeros)
 
 
 def some_draws(config, num, height, width, seed=0, allowed=True):
-    """Draws for `num` images of one size, or of sizes [num]."""
+    """Draw for `num` images of one size, or of sizes [num]."""
     full = [np.broadcast_to(value, num) for value in (height, width, allowed, allowed)]
     return draw(config, some_keys(num, seed), *full)

@@ -1,4 +1,4 @@
-"""A small corpus of every kind of sample, real files in a folder, and a config that uses it all."""
+"""A small corpus on disk with every kind of sample, and a config that uses every data feature."""
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -81,17 +81,17 @@ def filmed(rng, frames):
 
 
 def album(rng, key):
-    """Three pictures that leave no room in a row until they are shrunk."""
+    """Return a sample whose three images fill a row unless they are shrunk."""
     shots = [
         ImageSegment(encoded(pixels(rng, *size)), "png") for size in rng.integers(140, 200, (3, 2))
     ]
-    # The first one decides how far they are shrunk: none may be longer, or no draw would fit.
+    # The first image decides the shrink level: a longer one would leave no draw that fits.
     texts = sorted((sentence(rng, 9) for _ in range(3)), key=len, reverse=True)
     return CrudeSample(key, [shots[0], TextSegment(texts=texts), *shots[1:]])
 
 
 def marked(rng, key):
-    """A white block on a dark ground, and the region that says where it is."""
+    """Return a white block on a dark ground and the region that marks it."""
     height, width = (int(n) for n in rng.integers(90, 220, 2))
     image = Image.new("RGB", (width, height), (30, 40, 60))
     x, y = int(rng.integers(8, width - 45)), int(rng.integers(8, height - 45))
@@ -108,7 +108,7 @@ def marked(rng, key):
 
 
 def samples(seed=0, scale=1):
-    """Source -> (category, samples)."""
+    """Return source -> (category, samples)."""
     rng = np.random.default_rng(seed)
     web = [
         CrudeSample(
@@ -141,7 +141,7 @@ def samples(seed=0, scale=1):
 
 
 def build(store, seed=0, scale=1):
-    """Write the corpus; returns (tokenizer, indices)."""
+    """Write the corpus; return (tokenizer, indices)."""
     ranks = train_ranks([WORDS * 3], 300)
     store.put(TOKENIZER_KEY, ranks)
     tokenizer = Tokenizer(ranks, "words")

@@ -1,4 +1,4 @@
-"""An S3 server in memory in place of botocore's connection; a test may choose its answers."""
+"""An in-memory S3 server that replaces botocore's connection; tests may override its answers."""
 
 import io
 import re
@@ -18,7 +18,7 @@ MODIFIED = "Sun, 29 Nov 2026 07:13:44 GMT"
 
 
 class Asked(NamedTuple):
-    """A request; `query` has the empty parameters, too."""
+    """A request; `query` includes the empty parameters."""
 
     method: str
     url: str
@@ -29,7 +29,7 @@ class Asked(NamedTuple):
 
 
 class ImitatedS3:
-    """Objects of a bucket "b". `odd` is called first with each request, and may answer it."""
+    """Objects of a bucket "b". `odd` sees each request first and may answer it."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
@@ -37,7 +37,7 @@ class ImitatedS3:
         self.odd: Callable[[Asked], Answer | None] = lambda _: None
 
     def once(self, *answers: Answer, method: str = "") -> None:
-        """Give these answers to the next requests of a method, each once."""
+        """Answer the next requests of a method with these answers, each used once."""
         left = list(answers)
         self.odd = lambda asked: left.pop(0) if left and method in ("", asked.method) else None
 
@@ -103,13 +103,13 @@ def etag_of(data: bytes) -> str:
 
 
 def error(status: int, code: str, message: str = "", more: str = "", **headers: str) -> Answer:
-    """An error document; headers by names with underscores."""
+    """Return an error document; header names have underscores for hyphens."""
     text = f"<Error><Code>{code}</Code><Message>{message}</Message>{more}</Error>"
     return status, {name.replace("_", "-"): value for name, value in headers.items()}, text.encode()
 
 
 def listing(keys: list[str], prefix: str = "", token: str = "") -> Answer:
-    """A page of ListObjectsV2; with a token it is cut off."""
+    """Return a page of ListObjectsV2; a token marks it as truncated."""
     entries = "".join(
         f"<Contents><Key>{key}</Key><Size>1</Size></Contents>"
         for key in keys
@@ -124,18 +124,18 @@ def listing(keys: list[str], prefix: str = "", token: str = "") -> Answer:
 
 
 def imitated(monkeypatch: Any, uri: str = "s3://b", **options: Any) -> tuple[S3Store, ImitatedS3]:
-    """A store whose every request an imitated server answers."""
+    """Return a store, and the imitated server that answers all its requests."""
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.delenv(name, raising=False)
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("data_pipeline.store.retry.BASE_S", 0.0)  # no waits between tries
+    monkeypatch.setattr("data_pipeline.store.retry.BASE_S", 0.0)  # no delays between retries
     options = {"endpoint": "http://127.0.0.1:9", "hedge": False, "attempts": 6} | options
     store = open_store(uri, **options)
     assert isinstance(store, S3Store)
     server, connect = ImitatedS3(), store._connect
 
-    def connected() -> Any:  # with credentials fetched anew
+    def connected() -> Any:  # with newly fetched credentials
         client = connect()
         client.meta.events.register("before-send.s3", server)
         return client

@@ -12,7 +12,7 @@ from data_pipeline.ingest.ingest import CrudeSample, ImageSegment, TextSegment, 
 
 
 def noise(height: int, width: int, seed: int = 0) -> np.ndarray:
-    """uint8 [height, width, 3]."""
+    """Return noise, uint8 [height, width, 3]."""
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
@@ -24,7 +24,7 @@ def encoded(pixels: np.ndarray | Image.Image, kind: str = "PNG", **options) -> b
 
 
 def video(pictures: Sequence[np.ndarray], fps: float, codec: str = "mpeg4", turn: int = 0) -> bytes:
-    """An MP4 of pictures [height, width, 3] of one size; `turn` is its rotation tag in degrees."""
+    """Return an MP4 of equal-sized frames [height, width, 3]; `turn` is its rotation in degrees."""
     out = io.BytesIO()
     with av.open(out, "w", format="mp4") as container:
         stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
@@ -39,13 +39,13 @@ def video(pictures: Sequence[np.ndarray], fps: float, codec: str = "mpeg4", turn
 
 
 def mp4(frames: int, fps: int = 4, height: int = 48, width: int = 64, turn: int = 0) -> bytes:
-    """A clip whose frame i is a flat grey of level 8*i, so that frames can be told apart."""
+    """Return a clip whose frame i is a flat grey of level 8*i, so that frames can be told apart."""
     greys = [np.full((height, width, 3), 8 * i % 256, np.uint8) for i in range(frames)]
     return video(greys, fps, turn=turn)
 
 
 def samples(count: int = 6) -> list[CrudeSample]:
-    """A mixture: text only, an image first, text around a video, two images."""
+    """Return samples of four forms: text only, an image first, text around a video, two images."""
     clip = mp4(22)
     made = []
     for i in range(count):
@@ -61,7 +61,7 @@ def samples(count: int = 6) -> list[CrudeSample]:
 
 
 def watch_puts(store, told) -> None:
-    """Call `told(key, data)` before each object that a store writes."""
+    """Call `told(key, data)` before each object that the store writes."""
     for name in ("put", "put_new"):
         write = getattr(store, name)
         setattr(store, name, lambda key, data, write=write: (told(key, data), write(key, data))[1])

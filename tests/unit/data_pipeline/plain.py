@@ -1,4 +1,4 @@
-"""Made-up indices, and the slow plain twins of layout, packing and planning: token by token."""
+"""Synthetic indices, and slow token-by-token references for layout, packing and planning."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO, grid
 
 
 def made_index(name, shard_sizes, seed=0, *, text=(3, 120), media=0.0, video=0.2, side=400):
-    """An index of random samples; `media` is the chance of another medium in a sample."""
+    """Return an index of random samples; `media` is the probability of another item in a sample."""
     rng = np.random.default_rng(seed)
     num_samples = sum(shard_sizes)
     text_tokens = rng.integers(*text, num_samples)
@@ -40,7 +40,7 @@ def made_index(name, shard_sizes, seed=0, *, text=(3, 120), media=0.0, video=0.2
 
 
 def slow_sample(index, sample, limits):
-    """Symbols of a sample, and (item, first pad, pads, grid) of its items."""
+    """Return the symbols of a sample, and (item, first pad, pads, grid) of its items."""
     symbols, items = ["bos"], []
     item = int(index.item_ptr[sample])
     for piece in range(index.piece_ptr[sample], index.piece_ptr[sample + 1]):
@@ -65,7 +65,7 @@ def slow_sample(index, sample, limits):
 
 
 def slow_best_fit(lengths, seq_len):
-    """Look at every row; of equally good ones take the last touched."""
+    """Pack by best fit over all rows; among equal fits use the row touched last."""
     free, touched, rows = [], [], []
     for clock, length in enumerate(lengths):
         fitting = [(free[r], -touched[r], r) for r in range(len(free)) if free[r] >= length]
@@ -82,8 +82,10 @@ def slow_best_fit(lengths, seq_len):
 
 
 def slow_substitute(index, sample, lengths, seq_len):
-    """The sample that stands in for `sample`: the k-th unusable one of a shard takes the k-th
-    usable one (from 0) after it in the circle of the shard; of the source, if the shard has none.
+    """Return the sample that replaces `sample`.
+
+    The k-th usable sample (from 0) after it, cyclically in the shard, replaces the k-th unusable
+    sample of the shard. If the shard has no usable sample, those of the source serve.
     """
     if lengths[sample] <= seq_len:
         return sample
@@ -96,7 +98,7 @@ def slow_substitute(index, sample, lengths, seq_len):
 
 
 def slow_window(indices, config, weights, window):
-    """Rows of a window: lists of (source, index, position, epoch, start, length)."""
+    """Return the rows of a window: lists of (source, index, position, epoch, start, length)."""
     lengths = [
         [len(slow_sample(index, i, config.limits)[0]) for i in range(index.num_samples)]
         for index in indices
@@ -129,6 +131,6 @@ def slow_window(indices, config, weights, window):
 
 
 def part_of(plan, sample):
-    """Where a sample of a plan lies in its row."""
+    """Return the slice of its row that a sample of a plan occupies."""
     start = int(plan.samples.start[sample])
     return slice(start, start + int(plan.samples.length[sample]))

@@ -1,4 +1,4 @@
-"""Sources to be synced: several shards, one grown from another, one counted anew."""
+"""Sources for the sync tests: one with several shards, one grown from it, one reindexed."""
 
 import hashlib
 import os
@@ -18,7 +18,7 @@ SHARDS = 8
 
 
 def samples(name: str, count: int, size: int) -> Listed:
-    """So many samples of so many bytes, each a shard of its own if they are large enough."""
+    """Return `count` samples of `size` bytes; large samples get a shard each."""
     draw = random.Random(name)
     texts = ("".join(draw.choices("abcdefgh ", k=size)) for _ in range(count))
     crude = [CrudeSample(f"{name}-{i}", [TextSegment(text)]) for i, text in enumerate(texts)]
@@ -26,7 +26,7 @@ def samples(name: str, count: int, size: int) -> Listed:
 
 
 def build(root: Path, shards: int = SHARDS, size: int = 5000) -> FolderStore:
-    """captions, captions_2 grown from it, captions_k2 counted anew, web; and their rank files."""
+    """Build captions, captions_2 grown from it, captions_k2 reindexed, web, and the rank files."""
     store = FolderStore(root)
     store.put("tokenizer/kimi.tiktoken", RANKS)
     store.put("tokenizer/other.tiktoken", OTHER)
@@ -43,7 +43,7 @@ def objects_of(store: Store) -> dict[str, bytes]:
 
 
 def assert_whole(target: Store) -> list[str]:
-    """Check that each manifest has all its shards beside it, byte for byte; return the sources."""
+    """Check that the shards of each manifest exist and match their SHA-256; return the sources."""
     keys = target.list()
     names = [key.removesuffix("/manifest.json") for key in keys if key.endswith("/manifest.json")]
     for name in names:
@@ -54,7 +54,7 @@ def assert_whole(target: Store) -> list[str]:
 
 
 def flip(path: Path, draw: random.Random) -> None:
-    """Flip one bit of a file, and leave its size and times as they were."""
+    """Flip one bit of a file, and keep its size and times."""
     status = path.stat()
     data = bytearray(path.read_bytes())
     data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)

@@ -1,4 +1,4 @@
-"""docs/alone/stream.md and docs/alone/loader.md: their code runs as it stands."""
+"""The code of docs/alone/stream.md and docs/alone/loader.md runs unchanged."""
 
 import json
 
@@ -16,7 +16,7 @@ from tests.unit.data_pipeline.media import encoded
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """Sources of the names that the examples use, in a folder "corpus"; returns its parent."""
+    """Build sources with the names of the examples in a folder "corpus"; return its parent."""
     folder = tmp_path_factory.mktemp("docs")
     store = FolderStore(folder / "corpus")
     words = ["tide", "comes", "in", "twice", "a", "day", "and", "goes", "out", "as", "often"]
@@ -53,7 +53,8 @@ def test_the_loader_alone():
     assert len(str(scope["state"])) < 520
 
 
-@pytest.mark.parametrize("num_workers", [2, 0, 3])  # as it stands, and others for the same batches
+# as written, and other counts for the same batches
+@pytest.mark.parametrize("num_workers", [2, 0, 3])
 def test_the_stream_alone(num_workers):
     scope = docs.run("docs/alone/stream.md", {"num_workers=2": f"num_workers={num_workers}"})
     assert scope["sizes"] == [(90, 60)] * 16

@@ -1,4 +1,4 @@
-"""A source that grows: as if all had been ingested at once; the old shards stay where they are."""
+"""Appending to a source equals one single ingest, and the old shards keep their keys."""
 
 import json
 from dataclasses import replace
@@ -21,13 +21,13 @@ from data_pipeline.text import Tokenizer, train_ranks
 from tests.unit.data_pipeline.conftest import TRAINING_TEXT
 from tests.unit.data_pipeline.media import mp4, samples
 
-# Where a sample lies is another matter where it was put into a shard later.
+# These columns differ when a sample was added to a shard later.
 PLACES = {"shard", "json_offset", "item_offset"}
 
 
 @pytest.fixture(scope="module")
 def given() -> list[CrudeSample]:
-    """Samples with everything that an index has columns for."""
+    """Return samples that fill every column of an index."""
     found = []
     for number, sample in enumerate(samples(12)):
         more = [
@@ -41,11 +41,11 @@ def given() -> list[CrudeSample]:
 
 @pytest.fixture
 def grown(store, tokenizer, given):
-    """(store, index of the old source, index of the grown one, what was there before)."""
+    """Return (store, old index, grown index, objects before the append)."""
     ingest(given[:7], store, "old", tokenizer, 20_000, category="caption")
     before = {key: store.get(key) for key in store.list()}
     made = dict(category="caption", append_to="old")
-    # A name of bytes that are not UTF-8, as Python has it.
+    # A file name with bytes that are not UTF-8, in Python's surrogate form.
     ingest(Listed(given[7:], {"file": "b\udce9"}), store, "new", tokenizer, 20_000, **made)
     return store, read_index(store, "old"), read_index(store, "new"), before
 
@@ -80,7 +80,7 @@ def test_the_grown_source_is_sound_and_says_where_it_comes_from(grown, tokenizer
 
 
 def test_shards_of_a_grown_source_are_not_written_over(grown, tokenizer, given):
-    """By an ingest of the old name, where the old source is gone or was not copied with it."""
+    """An ingest under the old name is refused when the old source is gone or was not copied."""
     store, *_ = grown
     target = MemoryStore("without-the-old")
     sync(store, target, ["new"])
@@ -122,7 +122,8 @@ def test_a_sample_that_was_erased_here_is_rejected_also_when_its_source_is_gone(
     for key in erased:
         carry_out(store, {"gone": [key]})
     gone, noted = read_index(store, "gone"), store.get("gone/erased.json")
-    note_erased(store, "gone", gone, gone.redacted)  # as of one that was made of a redacted source
+    # as for a source that was made from a redacted source
+    note_erased(store, "gone", gone, gone.redacted)
     assert read_erased(store).among(gone) == []
     store.put("gone/erased.json", noted)
     index = store.get("gone/index.parquet")
@@ -130,7 +131,7 @@ def test_a_sample_that_was_erased_here_is_rejected_also_when_its_source_is_gone(
     with pytest.raises(IndexMismatch, match="gone: index_sha256 is"):
         note_all_erased(store, "gone")
     store.put("gone/index.parquet", index)
-    store.delete("gone/erased.json")  # as where it came by a sync
+    store.delete("gone/erased.json")  # as after a sync of the source
     note_all_erased(store, "gone")
     assert store.get("gone/erased.json") == noted
     for key in store.list("gone/"):
@@ -139,7 +140,7 @@ def test_a_sample_that_was_erased_here_is_rejected_also_when_its_source_is_gone(
     others = [replace(given[4], segments=given[5].segments), replace(given[3], key="twin")]
     again = [*given[2:4], *others, *given[5:7]]
     new = ingest(again, store, "new", tokenizer, 20_000, append_to="old", **made)
-    # Another sample under an erased one's key is another matter, and so is its twin.
+    # New content under an erased key is accepted, and so is erased content under a new key.
     kept = [*given[:3], *others, *given[5:7]]
     assert [new.key_of(n) for n in range(new.num_samples)] == [sample.key for sample in kept]
     [told] = [json.loads(line) for line in store.get("new/rejected.jsonl").splitlines()]
@@ -156,9 +157,9 @@ def test_no_byte_of_the_old_shards_is_read(tokenizer, given):
     more = [CrudeSample("late", [TextSegment("a map")])]
     ingest(more, store, "new", tokenizer, category="caption", append_to="old")
     read = store.stats.bytes - read
-    # The manifest once more when the name is taken: the source may have been removed meanwhile.
+    # The manifest is read again after the claim: the source may have been removed meanwhile.
     spare = len(store.get("old/index.parquet")) + 2 * len(store.get("old/manifest.json"))
-    assert spare <= read < spare + 1000  # and the lock, some times
+    assert spare <= read < spare + 1000  # plus a few reads of the lock
     assert sum(shard.size for shard in old.shards) > 2 * spare
 
 

@@ -130,7 +130,7 @@ def test_switching_one_operation_on_leaves_the_others_as_they_were():
 
 
 def test_draws_are_pinned():
-    """To the last bit on every machine; a change here changes the rows of old runs."""
+    """Draws are bit-identical on every machine; a change here changes the rows of old runs."""
     height, width = some_sizes(2000)
     draws = some_draws(EVERYTHING, 2000, height, width, seed=11)
     digest = hashlib.sha256(draws.matrices().astype("<f8").tobytes())
@@ -164,7 +164,7 @@ def test_crops_have_the_areas_aspects_and_places_asked_for():
     aspect = np.log2(width / height / (1600 / 1200))
     assert abs(aspect.mean()) < 0.02
     assert np.abs(aspect).max() <= 1.01
-    assert aspect.std() > 0.4  # 0.577 where every aspect fits
+    assert aspect.std() > 0.4  # 0.577 if every aspect fits
     for first, kept, side in ((left, width, 1600), (top, height, 1200)):
         assert first.min() == 0
         assert (first + kept).max() == side

@@ -26,7 +26,7 @@ def some_weights(num_sources, seed):
 
 
 def prefix_error(weights, positions):
-    """The largest distance of a source's draws from its share, over all prefixes."""
+    """Return the largest distance of a source's draws from its share, over all prefixes."""
     source, _ = blend(np.arange(positions), append_segment((), 0, weights))
     places = np.arange(1, positions + 1)
     return max(
@@ -42,7 +42,7 @@ def test_no_prefix_is_a_draw_off(num_sources):
 
 
 def test_no_prefix_is_a_draw_off_for_one_large_source_among_many_small_equal_ones():
-    # Apportionment by quotients (Webster) is off by ten draws here: the small ones come together.
+    # Apportionment by quotients (Webster) is off by ten draws: the small sources come together.
     assert prefix_error((UNITS - 100 * 256, *[256] * 100), UNITS) < 1
 
 

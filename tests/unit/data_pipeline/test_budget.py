@@ -1,7 +1,7 @@
-"""The node's request budget: arithmetic of the bucket, and several real processes that share it.
+"""The node's request budget: bucket arithmetic, and several real processes that share a budget.
 
-Bounds on counts are exact and hold on a machine of any speed; nothing here asserts that something
-is fast.
+Bounds on counts are exact and hold on a machine of any speed. No test asserts that something is
+fast.
 """
 
 import fcntl
@@ -33,30 +33,30 @@ SPAWN = multiprocessing.get_context("spawn")
 def test_a_bucket_serves_at_its_rate_and_saves_a_burst():
     bucket = Bucket.fresh(10.0, 5.0, 100.0)
     assert bucket.wait(5) == 0
-    assert bucket.wait(6) == pytest.approx(0.1)  # tickets are served in their order
+    assert bucket.wait(6) == pytest.approx(0.1)  # tickets are served in order
     assert bucket.wait(7) == pytest.approx(0.2)
     busy = Bucket(10.0, 5.0, 10.0, drawn=25.0, served=5.0, at=100.0, cut_at=-math.inf)
     assert busy.wait(25) == pytest.approx(2.0)
     assert busy.later(101.0).served == 15
-    assert busy.later(110.0).served == 30  # a burst above what was drawn, never more
+    assert busy.later(110.0).served == 30  # at most one burst above the count of draws
     assert busy.later(90.0) == Bucket(10.0, 5.0, 10.0, 25.0, 5.0, 90.0, -math.inf)
 
 
 def test_a_bucket_is_cut_once_a_second_and_recovers():
     bucket = Bucket.fresh(64.0, 64.0, 0.0)
     cut = bucket.cut()
-    assert (cut.rate, cut.served) == (32, 0)  # what was saved is gone too
+    assert (cut.rate, cut.served) == (32, 0)  # a cut also discards the saved tickets
     assert cut.later(0.9).cut() == cut.later(0.9)
     again = cut.later(1.0).cut()
     assert again.rate == pytest.approx((32 + 63 / 60) / 2)
     low = again
     for second in range(2, 40):
         low = low.later(float(second)).cut()
-    assert 1.0 <= low.rate < 2.5  # near the floor, and never below it
+    assert 1.0 <= low.rate < 2.5  # near the floor, but never below it
     rates = [low.later(40.0 + passed).rate for passed in range(0, 70, 10)]
     steps = [b - a for a, b in zip(rates, rates[1:])]
     assert rates[-1] == 64
-    assert steps[:4] == pytest.approx([10.5] * 4)  # the same step in the same time
+    assert steps[:4] == pytest.approx([10.5] * 4)  # recovery is linear in time
 
 
 def test_takes_are_counted_and_waits_told(tmp_path):
@@ -64,7 +64,7 @@ def test_takes_are_counted_and_waits_told(tmp_path):
         begin = time.monotonic()
         waits = [budget.take("x") for _ in range(4)]
         took = time.monotonic() - begin
-        assert took >= 2 / 5 - 1e-3  # two were saved, two had to be waited for
+        assert took >= 2 / 5 - 1e-3  # two takes use saved tickets, two have to wait
         assert min(waits) >= 0
         assert sum(waits) <= took
         assert budget.bucket.drawn == 4
@@ -106,7 +106,7 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path):
 
 @pytest.mark.parametrize("planted", [None, "open", pytest.param("link", marks=AS_ROOT)])
 def test_the_default_folder_is_of_one_s_own(tmp_path, monkeypatch, planted):
-    """In the folder for temporary files anybody may have made it first."""
+    """Anybody may have created the folder first in a shared folder for temporary files."""
     tmp_path.chmod(0o1777)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     own = tmp_path / f"kimi-pretrain-{os.getuid()}"
@@ -136,7 +136,7 @@ def test_the_default_folder_is_of_one_s_own(tmp_path, monkeypatch, planted):
 
 @AS_ROOT
 def test_in_a_container_without_root_the_host_s_folder_serves(tmp_path):
-    """Its owner is nobody whom the user namespace knows; anybody else's is refused."""
+    """An owner outside the user namespace is accepted; any other foreign owner is refused."""
     code = (
         "import os, pathlib; from data_pipeline.store.private import private_folder\n"
         "assert os.stat('shared').st_uid not in (0, os.getuid())\n"
@@ -166,7 +166,7 @@ def test_those_who_share_must_agree_and_who_is_alone_starts_afresh(tmp_path):
     first = Budget(tmp_path, 100, 10)
     first.throttled()
     second = Budget(tmp_path, 100, 10)
-    assert second.bucket.rate < 100  # joined, not started anew
+    assert second.bucket.rate < 100  # joined the existing budget
     with pytest.raises(ValueError, match=r"open in other processes with 100 .* here with 50"):
         Budget(tmp_path, 50, 10)
     first.close()
@@ -178,7 +178,7 @@ def test_those_who_share_must_agree_and_who_is_alone_starts_afresh(tmp_path):
 
 
 def test_a_file_from_before_a_reboot_is_not_believed(tmp_path):
-    """Its clock was ahead, its tickets are far away: nobody may wait for them."""
+    """The old clock was ahead and its tickets are far in the future: nobody may wait for them."""
     with Budget(tmp_path, 100, 10) as budget:
         ahead = Bucket(100.0, 10.0, 1e-3, 1e9, 0.0, time.monotonic() + 1e6, 0.0)
         budget._write(ahead)
@@ -206,7 +206,8 @@ def test_a_damaged_file_is_started_afresh_and_waiters_go_on(tmp_path, damage):
         waiter.start()
         while budget.bucket.drawn < 4:
             time.sleep(0.01)
-        with budget._locked("damage", time.monotonic() + 50):  # not in the waiter's change of it
+        # not while the waiter itself changes the file
+        with budget._locked("damage", time.monotonic() + 50):
             (tmp_path / "requests.budget").write_bytes(damage)
         waiter.join(50)
         assert waited
@@ -224,7 +225,7 @@ def test_no_hedge_while_the_budget_is_low_or_throttled(tmp_path):
 
 
 def _take_many(budget, number, path, started):
-    """In another process: note the time of each take at once, so that a kill loses none."""
+    """In another process, write the time of each take immediately, so that a kill loses none."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     started.release()
     for _ in range(number):
@@ -233,7 +234,7 @@ def _take_many(budget, number, path, started):
 
 
 def _most_above(times, rate):
-    """By how many the takes of any stretch of time exceed what `rate` serves in it."""
+    """Return the largest excess of takes over `rate` in any time interval."""
     return max(
         (j - i + 1) - rate * (times[j] - times[i])
         for i in range(len(times))
@@ -242,9 +243,9 @@ def _most_above(times, rate):
 
 
 def test_processes_together_stay_within_the_rate_though_one_is_killed(tmp_path):
-    """One is killed while it waits, then the server asks for less; the others take all they want.
+    """One process is killed while it waits, then the server throttles; the others keep taking.
 
-    A take is noted a moment after it was granted, so each process may seem one too many.
+    A take is recorded a moment after it was granted, so each process may appear to exceed by one.
     """
     rate, burst, number = 80.0, 8.0, 50
     paths = [tmp_path / f"takes-{i}" for i in range(4)]
@@ -261,7 +262,7 @@ def test_processes_together_stay_within_the_rate_though_one_is_killed(tmp_path):
             assert started.acquire(timeout=100)
         while paths[0].stat().st_size < 80:
             time.sleep(0.01)
-        os.kill(processes[0].pid, signal.SIGKILL)  # nearly all of its time goes into waiting
+        os.kill(processes[0].pid, signal.SIGKILL)  # it spends nearly all its time waiting
         budget.throttled()
         cut = budget.bucket
         for process in processes:
@@ -273,8 +274,8 @@ def test_processes_together_stay_within_the_rate_though_one_is_killed(tmp_path):
     assert _most_above(times, rate) <= burst + len(paths)
     slow = [t for t in times if t > cut.at]
     assert cut.rate < 0.6 * rate
-    # Nothing saved is left after a cut. Counted from the cut on: later the processes may save
-    # again, while the machine has no core for them.
+    # A cut leaves no saved tickets. Count from the cut on: later, processes may save again while no
+    # core is free for them.
     above = max(n - end.rate * (t - cut.at) for n, t in enumerate(slow, start=1))
     assert above <= 1 + len(paths)
     assert end.rate <= cut.rate + (end.at - cut.at) * rate / 60
@@ -303,7 +304,7 @@ def test_a_process_that_hangs_with_the_lock_is_named_and_its_death_frees_it(tmp_
 def test_a_fork_has_a_lock_of_its_own(tmp_path):
     with Budget(tmp_path, 1000.0) as budget:
         child = os.fork()
-        if child == 0:  # nothing of pytest may run in here
+        if child == 0:  # no code of pytest may run in the child
             code = 1
             try:
                 before = budget._files
@@ -313,5 +314,5 @@ def test_a_fork_has_a_lock_of_its_own(tmp_path):
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert budget.bucket.drawn == 1
-        with pytest.raises(ValueError, match="open in other"):  # the child's end freed nothing
+        with pytest.raises(ValueError, match="open in other"):  # the child's exit released nothing
             Budget(tmp_path, 7.0)

@@ -1,4 +1,4 @@
-"""The cache in one process: the same bytes as the store behind it, with few requests."""
+"""The cache in one process: it returns the bytes of the store behind it, with few requests."""
 
 import fcntl
 import logging
@@ -49,7 +49,7 @@ class Counted(FolderStore):
 
 @pytest.fixture
 def shared_memory(tmp_path, monkeypatch) -> Iterator[Path]:
-    """A folder of its own in place of /dev/shm."""
+    """Replace /dev/shm with a temporary folder."""
     folder = tmp_path / "shm"
     folder.mkdir()
     monkeypatch.setattr(cache_node, "SHARED_MEMORY", folder)
@@ -65,7 +65,7 @@ def inner(tmp_path) -> Counted:
 
 @pytest.fixture
 def opened(tmp_path, shared_memory, inner):
-    """Opens caches over `inner` with the object registered; closes them at the end."""
+    """Return a function that opens caches over `inner` with the object registered."""
     stores: list[CachedStore] = []
 
     def opened(**config) -> CachedStore:
@@ -110,7 +110,7 @@ def test_any_reads_give_the_bytes_of_the_inner_store(opened, inner, tiers):
             stores[0].forget(*rng.choice(requests))
 
     check()
-    # Each block once, save those that were forgotten.
+    # Each block is fetched once, unless it was evicted.
     assert stores[0].cache_stats.memory_hits + stores[0].cache_stats.disk_hits > 0
 
 
@@ -119,7 +119,7 @@ def test_a_read_of_missing_neighbours_is_one_request(opened, inner, tiers):
     store = opened(**TIERS[tiers])
     assert store.get("a/shard", 2 * BLOCK + 5, BLOCK) == DATA[2 * BLOCK + 5 :][:BLOCK]
     assert inner.gets == [("a/shard", 2 * BLOCK, 2 * BLOCK)]
-    # Blocks 2 and 3 are there: two runs are left, and the last block is short.
+    # Blocks 2 and 3 are cached: two runs are left, and the last block is short.
     assert store.get("a/shard") == DATA
     assert sorted(inner.gets[1:]) == [
         ("a/shard", 0, 2 * BLOCK),
@@ -178,7 +178,7 @@ def test_the_disk_outlives_the_store_and_the_memory_does_not(opened, inner, shar
     assert second.get("a/shard") == DATA
     assert len(inner.gets) == 1
     assert second.cache_stats.disk_hits == 11
-    # What came from the disk lies in memory now.
+    # Blocks read from the disk are in memory now.
     assert second.get("a/shard") == DATA
     assert (second.cache_stats.disk_hits, second.cache_stats.memory_hits) == (11, 11)
 
@@ -213,7 +213,7 @@ def test_the_rest_of_a_store_passes_through(opened, inner, tmp_path):
     (tmp_path / "file").write_bytes(b"file")
     store.put_file("file", tmp_path / "file")
     assert store.get("file") == b"file"
-    # A written object is another one: its registration is gone.
+    # A written object is a new version: its registration is gone.
     store.get("a/shard")
     store.put("a/shard", b"new")
     assert store.get("a/shard") == b"new"
@@ -270,7 +270,7 @@ def test_an_error_of_the_inner_store_is_raised_and_the_next_read_tries_again(ope
     assert store.get("a/shard") == DATA
 
 
-# Blocks that are not right
+# Damaged blocks
 
 
 def damage_byte(path: Path) -> None:
@@ -300,7 +300,7 @@ def empty(path: Path) -> None:
 
 
 def swap(path: Path) -> None:
-    """Another block's file, sound in itself and of the right size, under this name."""
+    """Replace a block file with another block's valid file of the same size."""
     other = path.with_name(path.name.replace("00000003", "00000005"))
     path.write_bytes(other.read_bytes())
 
@@ -314,12 +314,13 @@ def test_a_damaged_block_is_dropped_and_fetched_again(opened, inner, shared_memo
     folder = shared_memory if tier == "memory" else writer.config.folder
     victims = [p for p in block_files(Path(folder)) if p.name.endswith("-00000003.block")]
     damage(victims[0])
-    if damage is damage_byte and tier == "disk":  # nobody reads the disk while memory has it
+    # the disk tier is not read while memory has the block
+    if damage is damage_byte and tier == "disk":
         os.unlink(next(p for p in block_files(shared_memory) if p.name == victims[0].name))
     reader = opened(**TIERS["both" if damage is damage_byte else tier])
     assert reader.get("a/shard") == DATA
     assert reader.cache_stats.corrupt == 1
-    # The other tier still had the first kind of victim, unless it was the last.
+    # After a damaged byte in memory, the disk tier still has the block.
     lost = damage is not damage_byte or tier == "disk"
     assert inner.gets == ([("a/shard", 3 * BLOCK, BLOCK)] if lost else [])
     assert opened(**TIERS[tier]).get("a/shard") == DATA
@@ -360,7 +361,7 @@ def test_the_limit_holds_and_the_blocks_used_last_stay(opened, inner, shared_mem
     store.get("a/shard", 0, 2 * BLOCK)
     for i in range(100):
         assert store.get("big", i * BLOCK, BLOCK) == (DATA * 10)[i * BLOCK :][:BLOCK]
-        # In use all the time; the marks are renewed without waiting for the next upkeep.
+        # Constant use; the marks are renewed without waiting for the next upkeep.
         store.get("a/shard", 0, 2 * BLOCK)
         store._blocks._upkeep_at = 0.0
         assert sum(path.stat().st_size for path in block_files(folder)) <= limit
@@ -385,7 +386,7 @@ def test_a_block_that_is_being_written_counts_in_full(tmp_path):
     for i in range(6, 20):
         tier.put(BlockId(b"0" * 16, i, BLOCK), memoryview(bytes(BLOCK)))
         assert sum(path.stat().st_size for path in block_files(tmp_path)) <= limit - 3 * BLOCK
-    # Its writer is gone: the next scan takes it for what it is.
+    # Its writer is gone: the next scan removes it as a leftover.
     os.close(part[0])
     for i in range(20, 30):
         assert tier.put(BlockId(b"0" * 16, i, BLOCK), memoryview(bytes(BLOCK)))
@@ -449,7 +450,7 @@ def test_evicted_blocks_are_let_go_of(opened, shared_memory, monkeypatch):
 
 
 def descriptors_in(folder: Path) -> int:
-    """How many descriptors of this process are of files in a folder."""
+    """Count the descriptors of this process that refer to files in a folder."""
     found = 0
     for number in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # another thread's
@@ -476,7 +477,7 @@ def test_threads_fetch_each_block_once(opened, inner, monkeypatch):
     get = inner.get
 
     def slow(*args, **kwargs):
-        time.sleep(0.3)  # until all have come to it
+        time.sleep(0.3)  # until all threads have reached it
         return get(*args, **kwargs)
 
     monkeypatch.setattr(inner, "get", slow)
@@ -490,7 +491,7 @@ def test_threads_fetch_each_block_once(opened, inner, monkeypatch):
 
     with ThreadPoolExecutor(len(ranges)) as pool:
         assert all(pool.map(read, range(len(ranges))))
-    assert sum(length for _, _, length in inner.gets) == SIZE  # nothing twice
+    assert sum(length for _, _, length in inner.gets) == SIZE  # no byte twice
     counts = [s.cache_stats for s in (store, other)]
     assert sum(c.misses for c in counts) == 11
     assert sum(c.waits for c in counts) > 0
@@ -529,7 +530,7 @@ def test_a_node_folder_that_goes_while_one_waits_for_it_is_made_again(tmp_path):
     assert not base.exists()
 
 
-# Where there is nothing to write to
+# No writable storage
 
 
 def test_without_shared_memory_the_disk_still_works(opened, inner, monkeypatch, caplog, tmp_path):
@@ -556,7 +557,7 @@ def test_a_base_folder_of_somebody_else_is_not_used(opened, shared_memory, caplo
     assert block_files(shared_memory) == []
 
 
-# Folders that others can write to
+# Folders that other users can write to
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can make other users' files")
@@ -596,7 +597,7 @@ def test_a_folder_of_somebody_else_is_not_used(opened, tmp_path, caplog):
 
 @pytest.mark.parametrize("how", ["a link", pytest.param("a file of another user", marks=as_root)])
 def test_a_block_that_somebody_planted_is_not_served(opened, inner, tmp_path, how):
-    """Its checksum is right: whoever writes a block writes that as well."""
+    """The planted block has a right checksum: an attacker writes that as well."""
     opened(folder="disk").get("a/shard", 0, BLOCK)
     (block,) = block_files(tmp_path / "disk")
     evil = bytes(BLOCK)
@@ -661,7 +662,7 @@ def test_a_folder_that_cannot_be_is_said_once(opened, inner, tmp_path, caplog, w
     store = opened(folder=str(folder))
     for offset in (5, BLOCK, 7):
         assert store.get("a/shard", offset, 3) == DATA[offset : offset + 3]
-    # With nothing to keep blocks in, only what was asked for is read.
+    # Without block storage, only the requested bytes are read.
     assert inner.gets == [("a/shard", offset, 3) for offset in (5, BLOCK, 7)]
     assert len(caplog.records) == 1
     assert "the disk tier of the cache" in caplog.text

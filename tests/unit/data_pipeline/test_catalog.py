@@ -1,4 +1,4 @@
-"""The catalogue, on SQLite and on a real PostgreSQL: gates, compare-and-set, audit, schema."""
+"""The catalogue on SQLite and on a real PostgreSQL: gates, compare-and-set, audit, schema."""
 
 import multiprocessing
 import os
@@ -31,7 +31,7 @@ from data_pipeline.govern.collect_plan import Spot, Thing
 from tests import postgres
 from tests.unit.data_pipeline import catalog_jobs
 
-# Of a process with the catalogue alone: what else tests load here is not made for forks.
+# The fork server loads the catalogue only: other modules that tests load are not fork-safe.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([catalog_jobs.__name__])
 
@@ -44,7 +44,7 @@ def server() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory) -> Path:
-    """An SQLite file with empty tables."""
+    """Return an SQLite file with empty tables."""
     file = tmp_path_factory.mktemp("template") / "catalog.sqlite"
     Catalog(str(file)).migrate()
     return file
@@ -52,7 +52,7 @@ def template(tmp_path_factory) -> Path:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def bare(request, tmp_path) -> str:
-    """URL of a database without tables."""
+    """Return the URL of a database without tables."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path}/new/catalog.sqlite"
     found = postgresql(request)
@@ -62,7 +62,7 @@ def bare(request, tmp_path) -> str:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def url(request, tmp_path) -> str:
-    """URL of a catalogue that holds nothing yet."""
+    """Return the URL of an empty catalogue."""
     if request.param == "sqlite":
         file = shutil.copy(request.getfixturevalue("template"), tmp_path)
         return f"sqlite:///{file}"
@@ -71,14 +71,14 @@ def url(request, tmp_path) -> str:
     try:
         schema = f"UPDATE alembic_version SET version_num = '{SCHEMA}'"
         sql(found, unguarded(found), f"TRUNCATE {tables}", GUARDED, schema)
-    except CatalogError:  # a test before this one left others
+    except CatalogError:  # an earlier test left other tables
         sql(found, "DROP SCHEMA public CASCADE", "CREATE SCHEMA public")
         Catalog(found).migrate()
     return found
 
 
 def postgresql(request) -> str:
-    """Return the URL of the server; skip where there is none."""
+    """Return the URL of the server; skip without a server."""
     if postgres.binaries() is None:
         pytest.skip(postgres.MISSING)
     return request.getfixturevalue("server")
@@ -92,7 +92,7 @@ def catalog(url) -> Iterator[Catalog]:
 
 
 def sql(url: str, *statements: str) -> None:
-    """Run statements past the catalogue's own code."""
+    """Run statements that bypass the catalogue's code."""
     found = Catalog(url)
     with found._transaction(writes=True) as connection:
         for statement in statements:
@@ -104,7 +104,7 @@ GUARDED = "ALTER TABLE audit ENABLE TRIGGER USER"
 
 
 def unguarded(url: str) -> str:
-    """What the owner of a database does to change the audit all the same."""
+    """Return the statements with which a database owner can disable the audit guard."""
     if url.startswith("postgresql"):
         return "ALTER TABLE audit DISABLE TRIGGER USER"
     return "; ".join(f"DROP TRIGGER audit_{what}" for what in ("update", "delete", "insert"))
@@ -124,7 +124,7 @@ def report(content: str, **other) -> dict:
 
 
 def bring(catalog: Catalog, name: str, state: str) -> None:
-    """Bring a fresh version into a state by the way that leads there."""
+    """Promote a new version to a state by the allowed transitions."""
     way = {"deprecated": ["verified", "active", "deprecated"], "active": ["verified", "active"]}
     way |= {"deleted": ["archived"], "staged": []}
     folder = name.replace("@", "_")
@@ -136,13 +136,13 @@ def bring(catalog: Catalog, name: str, state: str) -> None:
 
 
 def collected(catalog: Catalog, name: str) -> bool:
-    """Note that the bytes of a version are gone; returns whether that makes it deleted."""
+    """Record that the bytes of a version are gone; return whether that marks it deleted."""
     with catalog.write() as connection:
         return delete_version(connection, version(connection, name), "a plan")
 
 
 def state_of(catalog: Catalog) -> list:
-    """Return everything that the catalogue holds."""
+    """Return the full content of the catalogue."""
     with catalog.read() as connection:
         tables = METADATA.sorted_tables
         return [[tuple(row) for row in connection.execute(table.select())] for table in tables]
@@ -318,12 +318,12 @@ def test_every_other_step_is_refused(catalog):
 
 
 def test_descent_is_no_circle(catalog):
-    register(catalog, source("c_1", parent="content of c_2"))  # which nobody has registered yet
+    register(catalog, source("c_1", parent="content of c_2"))  # which is not registered yet
     before = state_of(catalog)
     with pytest.raises(CatalogError, match="c@2 would descend from itself"):
         register(catalog, source("c_2"), parent="content of c_1")
     assert state_of(catalog) == before
-    # A circle that was made past the catalogue's code must not hold the lock for ever.
+    # A cycle made past the catalogue's code must not hold the lock for ever.
     register(catalog, source("c_2"))
     register(catalog, source("c_3"))
     with catalog.write() as connection:
@@ -349,7 +349,7 @@ def test_a_version_whose_shards_another_names_is_not_deleted(catalog):
 
 @pytest.mark.parametrize("state", ["running", "stopped", "failed", "waiting", "unknown"])
 def test_a_run_that_is_not_finished_keeps_its_source(catalog, state):
-    """One that was stopped may go on tomorrow; whoever gave it up says so by `forget`."""
+    """A stopped run may resume tomorrow; `forget` declares it abandoned."""
     register(catalog, source("c_1"))
     used = {"name": "c_1", "use": "train", "asked": "c@1", "content_hash": "content of c_1"}
     counts = {"steps": 1, "tokens": 1, "first_step": 1, "last_step": 1}
@@ -386,7 +386,7 @@ def test_the_database_keeps_the_gates_by_itself(catalog, url):
         with pytest.raises(CatalogError):
             sql(url, f"UPDATE version SET {values}")
     bring(catalog, "c@2", "active")
-    with pytest.raises(CatalogError):  # two active ones
+    with pytest.raises(CatalogError):  # two active versions
         sql(url, "UPDATE version SET state='active', report='r', licence='MIT', owner='o'")
 
 
@@ -440,7 +440,7 @@ def test_the_audit_names_the_user_of_the_process(catalog, monkeypatch):
     register(catalog, source("c_1"))
     with catalog.read() as connection:
         [entry] = entries(connection)
-    if catalog.where.startswith("postgresql"):  # the role that it let in, and from where
+    if catalog.where.startswith("postgresql"):  # the role that logged in, and its address
         assert entry.who == f"{postgres.OWNER} from 127.0.0.1"
     else:
         assert entry.who.startswith(f"{pwd.getpwuid(os.getuid()).pw_name}@")
@@ -485,7 +485,7 @@ def test_a_chain_that_was_cut_off_and_put_right_shows_by_a_head_kept_elsewhere(c
     undo = "UPDATE version SET owner = NULL, revision = 1"
     sql(url, *unguarded(url).split("; "), "DELETE FROM audit WHERE seq = 2", undo)
     with catalog.read() as connection:
-        check(connection)  # what the database holds agrees with itself
+        check(connection)  # the database is consistent in itself
         with pytest.raises(CatalogError, match=f"no entry has the hash {head}"):
             check(connection, head)
 
@@ -503,7 +503,7 @@ def test_the_steps_of_the_schema_make_the_tables_of_the_code(bare):
 
 
 def begun_with(url: str, schema: str) -> None:
-    """Make a catalogue of an earlier version, with an entry in its audit."""
+    """Create a catalogue with an older schema and one audit entry."""
     found = Catalog(url)
     with found._transaction(writes=True) as connection:
         migrate.upgrade(connection, schema)
@@ -534,7 +534,7 @@ def test_another_schema_is_refused_with_what_to_do(bare):
 
 
 def at_once(work: Callable[..., None], *arguments: tuple) -> list:
-    """Run `work` in a process for each tuple of arguments; all begin together."""
+    """Run `work` in a process for each tuple of arguments; all start together."""
     results, start = FORKS.Queue(), FORKS.Barrier(len(arguments))
     processes = [
         FORKS.Process(target=catalog_jobs.told, args=(results, start, work, given))
@@ -582,14 +582,14 @@ def test_changes_of_many_processes_are_neither_lost_nor_refused(url, processes, 
     print(f"{sum(conflicts)} came too late and looked again")
 
 
-# Who may not ------------------------------------------------------------------------------------
+# Refused roles ----------------------------------------------------------------------------------
 
 
 def with_role(request, role: str, *grants: str) -> tuple[Catalog, str]:
     """Return a new catalogue with one version, and its URL for a role whose password is its name.
 
     Args:
-        grants: to the role, "SELECT ON ..." each.
+        grants: grants to the role, "SELECT ON ..." each.
     """
     server = postgresql(request)
     sql(server, "DROP SCHEMA public CASCADE", "CREATE SCHEMA public")
@@ -605,7 +605,7 @@ def with_role(request, role: str, *grants: str) -> tuple[Catalog, str]:
 
 
 def test_a_curator_of_postgresql_writes_in_its_own_name_alone(request, monkeypatch):
-    # The grants of docs/PLATFORM.md, section 1, and one that nobody should have given.
+    # The grants of docs/PLATFORM.md, section 1, and one that must never be given.
     catalog, theirs = with_role(
         request, "curator",
         "SELECT, INSERT ON ALL TABLES IN SCHEMA public",
@@ -661,7 +661,7 @@ def test_a_reader_of_postgresql_may_not_write(request, monkeypatch):
     catalog.close()
 
 
-# Collections: which versions may go, and what went (`govern.collect` decides about the bytes) ----
+# Collections: removable and removed versions (`govern.collect` decides about the bytes) ----------
 
 
 def test_a_version_is_let_go_before_its_bytes_and_deleted_after_them(catalog):
@@ -703,7 +703,7 @@ def test_a_version_is_let_go_before_its_bytes_and_deleted_after_them(catalog):
     for thing in things.values():
         ledger().note("plan", thing, [])
     assert {one["version"]: one["state"] for one in listed_of(catalog)} == {
-        "c@1": "deleted", "c@2": "archived",  # another copy is there
+        "c@1": "deleted", "c@2": "archived",  # another copy exists
     }  # fmt: skip
     with catalog.read() as connection:
         check(connection)

@@ -1,4 +1,4 @@
-"""Other shares and new sources in mid-run: the past stays, and what follows is one order."""
+"""Mid-run changes of weights and sources: past rows stay, and the rest follows one fixed order."""
 
 import json
 from dataclasses import replace
@@ -44,7 +44,7 @@ def planner_of(sources, **more):
 
 
 def rows(planner, plans):
-    """(source's name, sample, part, position, row, start, length) of each sample, step by step."""
+    """Return (source name, sample, part, position, row, start, length) of each sample, by step."""
     columns = ("index", "part", "position", "epoch", "row", "start", "length")
     return [
         [
@@ -88,7 +88,7 @@ def test_the_past_and_the_window_in_progress_stay_and_a_source_comes_in(steps):
     late = [one for found in mine for one in found if one[3] >= border]
     assert {one[0] for one in late} == {*SECOND}
     assert sum(told.shares.values()) == pytest.approx(1)
-    # Every source goes on with the draw after its last one, a new one begins with its first.
+    # Every old source continues after its last draw; a new source begins with its first.
     everything = [one for found in (*theirs[:steps], *mine) for one in found]
     everything.sort(key=lambda one: one[3])
     full = 64 * (max(one[3] for one in everything) // 64)
@@ -147,7 +147,7 @@ def test_a_source_of_a_later_stage_comes_in_with_it():
 
 
 def test_redacted_samples_stay_those_of_their_sources():
-    """Sources that come in before them in the order of names move no redaction."""
+    """New sources that sort before the existing sources do not shift their redactions."""
     web = replace(MADE["web"], redacted=(9, 3), made_as=MADE["web"].content_hash)
     shots = replace(MADE["shots"], redacted=(4,), made_as=MADE["shots"].content_hash)
     mine, old = {**MADE, "web": web, "shots": shots}, planner_of(FIRST.sources)
@@ -172,13 +172,13 @@ def test_a_restart_with_the_same_command_changes_nothing_more():
         fresh, none = changed(SECOND, after[number])
         assert none is None
         assert fresh.state_dict() == after[number]
-    once_more, same = changed(SECOND, states[9])  # killed before anything was saved
+    once_more, same = changed(SECOND, states[9])  # killed before the first save
     assert same == told
     assert rows(once_more, run(once_more, 20)[0]) == rows(planner, plans)
     plain = planner_of(SECOND)
     plain.load_state_dict(after[7])  # and without the flag from then on
     assert rows(plain, run(plain, 5)[0]) == rows(planner, plans[7:12])
-    # Another change before the first has begun takes its place.
+    # A second change before the first has begun replaces it.
     fresh, instead = changed({"shots": 1.0, "web": 5.0}, after[0], past_sources={"area": 1.0})
     assert instead is not None
     assert instead.position == told.position
@@ -251,7 +251,7 @@ def test_a_state_of_the_schema_before_is_read():
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    """Three sources of texts in a folder."""
+    """Build three text sources in a folder."""
     folder = tmp_path_factory.mktemp("texts")
     store, rng = FolderStore(folder), np.random.default_rng(2)
     ranks = train_ranks([WORDS * 3], 300)
@@ -273,7 +273,7 @@ SLOW = pytest.param((1, 2, 4), (0, 1, 2), 1, marks=pytest.mark.slow)
 
 @pytest.mark.parametrize(("worlds", "workers", "stride"), [((1, 2, 4), (0, 2), 5), SLOW])
 def test_one_digest_in_every_world_and_after_every_resume(texts, worlds, workers, stride):
-    """A run that is changed after 6 and after 13 of 24 steps, read and stopped in many ways."""
+    """A run changes after 6 and 13 of 24 steps, in several worlds and with several resumes."""
     config, tokenizer, found = texts
     stages = [
         (6, config),
@@ -289,7 +289,7 @@ def test_one_digest_in_every_world_and_after_every_resume(texts, worlds, workers
         return planner
 
     def whole(pool, world, state=None, stage=0, done=0):
-        """Digests of the steps from one on, with the states before each and after the last."""
+        """Return digests of the remaining steps, and the states before each and after the last."""
         digests, states = [], []
         for number in range(stage, len(stages)):
             planner = planner_at(number, state)

@@ -1,4 +1,4 @@
-"""Samples chosen by their length: a source that would be the same without the others."""
+"""Samples selected by length: the order equals that of a source without the other samples."""
 
 import numpy as np
 import pytest
@@ -15,12 +15,12 @@ from tests.unit.data_pipeline.plain import made_index
 from tests.unit.data_pipeline.test_plan import CONFIG, LIMITS, made_indices, row_stream, run
 
 LONG = {"share": 1.0, "min_tokens": 90, "max_tokens": 260}
-# What decides on what fits a row, by itself and beside the bounds.
+# Settings that decide whether a sample fits a row, alone and together with the bounds.
 ROWS = ({}, {"seq_len": 120, "split_text": True}, {"seq_len": 120, "shrink_media": True})
 
 
 def pictures(name: str, keep: np.ndarray | None = None, first: int = 30):
-    """Samples of a text and a picture or none, in five shards; those of `keep` alone.
+    """Return samples of a text with or without an image, in five shards; only those of `keep`.
 
     The texts of the first shard have `first` tokens.
     """
@@ -49,7 +49,7 @@ def lengths(index) -> np.ndarray:
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("bounds", [{"min_tokens": 90}, {"max_tokens": 60}, LONG])
 def test_the_order_is_that_of_an_index_without_the_others(rows, bounds):
-    """Epoch by epoch, split and shrunk as there; of one shard nothing is chosen."""
+    """Every epoch, with splitting and shrinking; no sample of the first shard is selected."""
     low, high = bounds.get("min_tokens", 0), bounds.get("max_tokens", 10**9)
     first = 1 if low else 10**6
     index = pictures("books", first=first)
@@ -105,7 +105,7 @@ def test_an_epoch_goes_through_what_is_chosen_once_and_through_nothing_else():
 
 
 def test_shares_hold_for_what_is_chosen():
-    """A quarter of the tokens from long documents, of which the source holds few."""
+    """A quarter of the tokens come from long documents, which are rare in the source."""
     planner = planner_of({"web": {"share": 1.0, "min_tokens": 100}, "captions": 3.0})
     plans, _ = run(planner, 60)
     source, length = (
@@ -146,7 +146,7 @@ def test_no_document_long_enough_names_source_bound_and_longest():
 
 
 def test_bounds_hold_in_all_stages_and_for_what_is_held_out():
-    """Given once; a stage's plain share takes them over. Others are refused."""
+    """Bounds are set once; a stage's plain share inherits them. Different bounds are refused."""
     given = {"share": 1.0, "min_tokens": 90}
     stage = {"after_tokens": 3000, "sources": {"web": 2.0, "captions": given}}
     config = CONFIG.replace(sources={"web": given}, schedule=[stage], vision_token_ratio=None,

@@ -30,7 +30,7 @@ SEQ_LEN = 64
 
 
 def symbols_of(document, pads, tokenizer):
-    """(token, may be predicted) one by one, spelled out from the format's description."""
+    """Return (token, may be predicted) pairs, built from the description of the format."""
     pads = list(pads)
     out = [(tokenizer.bos, False)]
     for segment in document:
@@ -48,7 +48,7 @@ def symbols_of(document, pads, tokenizer):
 
 
 def layout_of(number, tokenizer, **changes):
-    """What a right plan says of a document."""
+    """Return the layout that a correct plan has for a document."""
     symbols = symbols_of(DOCUMENTS[number], PADS[number], tokenizer)
     is_pad = [token == tokenizer.media_pad for token, _ in symbols]
     starts = [i for i, pad in enumerate(is_pad) if pad and not is_pad[i - 1]]
@@ -139,7 +139,7 @@ def test_regions_are_written_and_lost_ones_left_out(tokenizer):
 
 @pytest.mark.parametrize("extra", [0, 1, 5])
 def test_parts_of_a_split_text_are_the_text(tokenizer, extra):
-    """Each part begins with bos and ends with eos; only the last one's eos may be learnt."""
+    """Each part begins with bos and ends with eos; only the last part's eos may be predicted."""
     words = " ".join(WORDS.split() * 8)
     room = 30
     ids = tokenizer.encode(words)[: 3 * room + extra] if extra else None

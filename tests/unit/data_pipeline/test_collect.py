@@ -1,4 +1,4 @@
-"""Garbage collection: nothing that anybody needs goes, whatever happens, and all else does."""
+"""Garbage collection removes all unneeded objects and no needed one, whatever happens meanwhile."""
 
 import itertools
 import json
@@ -29,11 +29,11 @@ FRESH = (f"{number}" for number in count())
 
 
 class Killed(BaseException):
-    """The process was killed: nothing may catch it."""
+    """A killed process; no code may catch it."""
 
 
 class Kill:
-    """Ends a process before one of its changes; None: never."""
+    """Kills a process before its change number `after`; None disables it."""
 
     def __init__(self, after=None):
         self.after, self.lock = after, threading.Lock()
@@ -47,7 +47,7 @@ class Kill:
 
 
 class Dying(MemoryStore):
-    """A store whose user may be killed before any change of an object that is no lock."""
+    """A store whose user may be killed before any change to an object other than a lock."""
 
     def __init__(self, name, kill=None, refuses=frozenset(), between=None):
         super().__init__(name)
@@ -72,12 +72,12 @@ class Dying(MemoryStore):
 
 
 class World:
-    """A root with what a catalogue and run folders say of it; `Records` themselves."""
+    """A root with its catalogue and run folders; acts as the `Records`."""
 
     def __init__(self):
         self.name = f"collect-{next(FRESH)}"
         self.store, self.kill = MemoryStore(self.name), Kill()
-        self.old: set[str] = set()  # folders that are archived for long
+        self.old: set[str] = set()  # folders archived long ago
         self.runs: set[str] = set()  # folders that a run uses
         self.gone: dict[tuple[str, str], str] = {}
         self.notes = []
@@ -167,7 +167,7 @@ class World:
 
 
 def needed_by_force(world: World) -> set[str]:
-    """Keys that must stay, by trying every set of sources that might go."""
+    """Return the keys that must stay, by trying every set of removable sources."""
     names = world.names()
     named = {name: set(world.shards(name)) for name in names}
     holds = {}
@@ -217,13 +217,13 @@ def needed_by_force(world: World) -> set[str]:
 
 
 def lost(world: World) -> list[str]:
-    """Sources that lie there and that the catalogue has let go."""
+    """Return the sources that are present although the catalogue has released them."""
     there = {(name, world.read(name)["content_hash"]) for name in world.names()}
     return sorted(key[1] for key, content in world.gone.items() if (key[1], content) in there)
 
 
 def whole(world: World) -> bool:
-    """Whether each source that is there has all its files."""
+    """Return whether each present source has all its files."""
     there = set(world.store.list())
     return all({*world.shards(name), f"{name}/index.parquet"} <= there for name in world.names())
 
@@ -241,7 +241,7 @@ def worlds(draw):
         if draw(st.integers(0, 4)) == 0:
             world.runs.add(name)
     names = world.names()
-    if draw(st.booleans()):  # a redaction: a shard has another name in all manifests
+    if draw(st.booleans()):  # a redaction: a shard is renamed in all manifests
         key = draw(st.sampled_from(world.shards(draw(st.sampled_from(names)))))
         new = key.replace(".tar", ".redacted-0123456789ab.tar")
         world.store.put(new, b"redacted")
@@ -268,7 +268,7 @@ def worlds(draw):
         if lies != "lock":
             request = {"append to": "x"} if lies == "append" else {"input": 1}
             world.store.put("u/.ingest/request.json", json.dumps(request).encode())
-        if draw(st.booleans()):  # a sync of what grew from it, and none of itself
+        if draw(st.booleans()):  # a sync of a source grown from it, without the source itself
             world.source("z", 1, ["u/000000.tar"])
     world.store.put("tokenizer/t.tiktoken", b"ranks")
     world.store.put("elsewhere/000000.tar", b"in the folder of no source")
@@ -276,7 +276,7 @@ def worlds(draw):
 
 
 def change(world: World, what: str, name: str) -> None:
-    """Something that people and runs do while a plan waits."""
+    """Apply a change that users or runs make while a plan waits."""
     if what == "sync" and f"{name}/000000.tar" in world.store.list():
         world.source("new", 0, [f"{name}/000000.tar"])  # also if no manifest names it any more
     if name not in world.names():
@@ -307,13 +307,13 @@ WHAT = st.tuples(st.sampled_from(CHANGES), st.sampled_from(NAMES))
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    """A lock whose holder shows no life is taken over at once."""
+    """Let a lock be taken over immediately when its holder shows no activity."""
     monkeypatch.setattr("data_pipeline.ingest.claim.SILENT_S", 0.0)
     monkeypatch.setattr("data_pipeline.ingest.claim._SETTLE_S", 0.0)
 
 
 def check_world(world, changes, later, kills) -> None:
-    """Plan, let things happen, apply with kills, apply to the end; compare with the oracle."""
+    """Plan, apply the changes, collect with kills, collect to the end; compare with the oracle."""
     planned_needed, before = needed_by_force(world), world.objects()
     plan = world.plan()
     assert world.objects() == before
@@ -341,7 +341,7 @@ def check_world(world, changes, later, kills) -> None:
     assert not done.kept
     if not changes and not later:
         assert {*before} - {*now} == spots.keys()
-    # What nobody needs went, unless somebody touched it or what goes with it.
+    # Unneeded objects were removed, unless they or an object removed with them changed.
     assert {*before} - {*now} <= spots.keys()
     again = world.apply(plan)
     assert world.objects() == now
@@ -372,7 +372,7 @@ def test_no_graph_loses_what_somebody_needs_long(world, changes, later, kills):
 
 
 def family() -> World:
-    """A source, one grown from it, and one grown from that; the two first are archived."""
+    """Build a source and two generations grown from it; the first two sources are archived."""
     world = World()
     world.source("a", 2)
     world.source("b", 1, world.shards("a"))
@@ -449,7 +449,7 @@ def test_shards_in_a_folder_without_a_manifest_stay_for_whoever_stays(monkeypatc
     plan = world.plan()
     assert "no source has this folder" in dict(plan.kept)["far"]
     world.apply(plan)
-    assert world.store.list() == ["far/000000.tar"]  # whose it is nobody can tell
+    assert world.store.list() == ["far/000000.tar"]  # its owner is unknown
 
 
 def test_shards_under_a_hold_stay_when_no_manifest_names_them():
@@ -463,7 +463,7 @@ def test_shards_under_a_hold_stay_when_no_manifest_names_them():
 
 
 def test_older_versions_of_what_is_no_source_s_stay():
-    """A bucket keeps what people delete in their own folders: it is their way back."""
+    """A bucket keeps versions that people delete in their own folders, so that they can undo it."""
     bygone = [
         Unfinished(key, "v1", 5)
         for key in ("a/.ingest/000000.npz", "gone/000000.tar", "gone/manifest.json",
@@ -483,7 +483,7 @@ def test_older_versions_of_what_is_no_source_s_stay():
 
 
 def test_uploads_of_other_programs_stay():
-    """Also those under keys that no store of ours can have: they would end the collection."""
+    """Uploads under keys that no store of ours can have stay, and do not stop the collection."""
     left = [
         Unfinished(key, "u1")
         for key in ("a//x", "a/.ingest/000000.npz", "a/000007.tar", "a/raw/.part-0123", "a/x.bin")
@@ -500,7 +500,7 @@ def test_uploads_of_other_programs_stay():
 
 
 def test_an_unfinished_source_that_was_written_again_stays_whole():
-    """Also those of its files that are as they were: somebody goes on with it."""
+    """Its unchanged files stay, too: an ingest is resuming it."""
     for late in ("u/000001.tar", "u/000000.tar"):
         world = World()
         world.source("a", 1)
@@ -571,7 +571,7 @@ def test_another_source_in_the_folder_by_now_stays():
     world.source("a", 2)
     world.old.add("a")
     plan = world.plan()
-    world.manifest("a", world.shards("a")[:1])  # archived for long, too, by the catalogue
+    world.manifest("a", world.shards("a")[:1])  # also archived long ago by the catalogue
     before = world.objects()
     done = world.apply(plan)
     assert [one[1:] for one in done.refused] == [("a", "it holds other content by now")]
@@ -586,7 +586,7 @@ def test_a_source_that_begins_to_grow_during_the_removal_keeps_what_it_names(req
     plan = world.plan()
 
     def grow(key):
-        if key == "a/manifest.json":  # it has taken its name and not yet read the manifest
+        if key == "a/manifest.json":  # the append holds its name and has not yet read the manifest
             world.store.put("new/.ingest/lock", b'{"id": "another"}')
             if request_ is not None:
                 text = json.dumps(request_).encode()
@@ -640,7 +640,7 @@ def test_whoever_writes_a_source_ends_it_before_anything_is_removed(monkeypatch)
     with Claim(world.store, "c"), pytest.raises(NameTaken):
         world.apply(plan)
     assert world.objects() == before
-    with Claim(world.store, "u"):  # an ingest that was killed goes on
+    with Claim(world.store, "u"):  # a killed ingest resumes
         done = world.apply(plan)
     assert [one[:2] for one in done.refused] == [("unfinished", "u")]
     assert {*before} - {*world.objects()} == {"a/000009.tar"}

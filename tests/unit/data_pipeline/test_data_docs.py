@@ -1,4 +1,4 @@
-"""docs/DATA.md says what the code does: keys, defaults, examples, commands, error messages."""
+"""Checks of docs/DATA.md against the code: keys, defaults, examples, commands, error messages."""
 
 import ast
 import re
@@ -44,7 +44,7 @@ def section(number: int) -> str:
 
 
 def with_data(data):
-    """tiny_cpu with this in place of its `data` section."""
+    """Parse tiny_cpu with `data` as its data section."""
     return parse_config({**TINY, "data": data})
 
 
@@ -70,14 +70,14 @@ def test_an_example_with_a_wrong_key_would_be_seen():
 
 
 def listed() -> dict[str, str]:
-    """Key -> default, as the page has them: `- `key` (default): ...`."""
+    """Return key -> default as the page lists them: `- `key` (default): ...`."""
     found = re.findall(r"^- `([\w.]+)` \((.+?)\): ", section(3), flags=re.MULTILINE)
     assert len(dict(found)) == len(found), "a key stands twice"
     return dict(found)
 
 
 def keys_of_the_code() -> dict[str, object]:
-    """The same from the models: a section is its keys, but for those that may be null."""
+    """Return key -> default of the models: a section becomes its keys, unless it may be null."""
     found: dict[str, object] = {}
     kinds = {None: DataConfig, **SECTIONS}
     for name, kind in kinds.items():
@@ -107,7 +107,7 @@ def test_a_stage_has_the_keys_that_are_listed():
 
 
 def limits_of_augmentation() -> list[tuple[str, float, float]]:
-    """Return (key, least, most), as docs/CONFIG.md has them: in the type, or "within a to b"."""
+    """Return (key, least, most) from docs/CONFIG.md: limits of the type, or "within a to b"."""
     found: list[tuple[str, float, float]] = []
     for part in CONFIG_PAGE.split("\n### `data.augment.<name>")[1:]:
         inside, rows = part.split("`", 1)
@@ -124,7 +124,7 @@ def test_all_ranges_of_augmentation_are_read():
 
 
 def augmented(key: str, value):
-    """A config with one key of augmentation set, and whatever else that needs."""
+    """Return a config with one augmentation key set, and other keys that it requires."""
     *inside, name = key.split(".")
     if not inside:
         return AugmentConfig(**{name: value})
@@ -151,7 +151,7 @@ def test_the_page_states_what_is_allowed(key, low, high):
 
     step = 1 if whole else 1e-6
     for inside in (low, high):
-        if value(inside) not in (field, 0.0):  # a section that would change nothing is refused
+        if value(inside) not in (field, 0.0):  # a section without effect is refused
             augmented(key, value(inside))
     for outside in (low - step, high + step):
         with pytest.raises(ValueError, match=f"allowed|equal to {low:g}|equal to {high:g}"):
@@ -159,7 +159,7 @@ def test_the_page_states_what_is_allowed(key, low, high):
 
 
 def test_the_example_of_shares_is_right():
-    """Captions and pages are three quarters media; samples of all sources are equally long."""
+    """Captions and pages have three quarters media; samples of all sources are equally long."""
     totals = [
         SourceTotals(name, 10, 1000, 750 if name in ("captions", "pages") else 0)
         for name in ("captions", "pages", "web", "code")
@@ -192,7 +192,7 @@ def test_commands_have_these_options(words):
     command, words = typer.main.get_command(app), words[1:]
     while hasattr(command, "commands"):
         command, words = command.commands[words[0]], words[1:]
-    command.make_context(command.name, list(words))  # parses, and runs nothing
+    command.make_context(command.name, list(words))  # parses the command without running it
     with pytest.raises(Exception, match="no-such|[Nn]o such option"):
         command.make_context(command.name, [*words, "--no-such-option"])
 
@@ -209,14 +209,14 @@ def test_all_data_commands_are_there():
 
 
 def templates() -> list[str]:
-    """Every text of the code; of f-strings with a gap where something is filled in."""
+    """Return every string of the code; in f-strings a gap replaces each inserted value."""
     found = []
     for folder in ("typed_config", "data_pipeline", "kimi_pretrain", "moonvit3d", "launch"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             tree = ast.parse(path.read_text())
             notes = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
             for node in ast.walk(tree):
-                if id(node) in notes:  # a docstring is not told to users
+                if id(node) in notes:  # users do not see docstrings
                     continue
                 if isinstance(node, ast.JoinedStr):
                     parts = [getattr(part, "value", None) for part in node.values]

@@ -1,4 +1,4 @@
-"""Media to patches: pixels against numpy arithmetic, frames against a plain full decode."""
+"""Media decoded to patches: pixels against numpy arithmetic, frames against a plain full decode."""
 
 import io
 
@@ -17,7 +17,7 @@ LIMITS = PatchLimits()
 
 
 def _pixels(data: bytes, height: int, width: int) -> np.ndarray:
-    """An image of whole 28-pixel tokens comes back unscaled: uint8 [H, W, 3]."""
+    """Decode an image of whole 28-pixel tokens without scaling: uint8 [H, W, 3]."""
     h, w = height // 14, width // 14
     patches = decode_item(data, KIND_IMAGE, 0, LIMITS, (1, h, w))
     return rearrange(patches, "(h w) c y x -> (h y) (w x) c", h=h, w=w)
@@ -106,7 +106,7 @@ def _flip(data: bytes, at: int) -> bytes:
 def test_what_is_no_plain_image_is_refused(data):
     with pytest.raises(MediaError) as error:
         verify(data, KIND_IMAGE)
-    assert " at 0x" not in str(error.value)  # the reason is kept: it must not differ by run
+    assert " at 0x" not in str(error.value)  # the reason is stored: it must not differ between runs
 
 
 def test_too_many_pixels_are_refused_before_decoding():
@@ -137,7 +137,7 @@ def test_video_chunks_hold_the_sampled_frames():
         patches = decode_item(data, KIND_VIDEO, chunk, LIMITS, (len(wanted), 4, 6))
         found = rearrange(patches, "(t h w) c y x -> t (h y) (w x) c", h=4, w=6)
         assert np.array_equal(found, np.stack([frames[i] for i in wanted]))
-        assert np.abs(found.mean((1, 2, 3)) - 8 * wanted).max() < 4  # half a step
+        assert np.abs(found.mean((1, 2, 3)) - 8 * wanted).max() < 4  # half a grey step
 
 
 def test_several_chunks_from_one_pass_equal_single_ones():

@@ -1,4 +1,4 @@
-"""Facts of sources: their statistics are those of `source_stats`, and of plain counting."""
+"""Facts of sources: their statistics equal those of `source_stats` and of plain counting."""
 
 import dataclasses
 import json
@@ -55,12 +55,12 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch):
-    """Sources of a few samples, too, are written in parts."""
+    """Write facts in parts even for sources of a few samples."""
     monkeypatch.setattr(parts.index_parts, "__defaults__", (7,))
 
 
 def equal(found, expected, where=""):
-    """Every integer, text and count is the same; other floats to a few of their last digits."""
+    """Check that integers, texts and counts are equal, and other floats up to rounding."""
     if isinstance(expected, dict):
         assert found.keys() == expected.keys(), where
         for key, value in expected.items():
@@ -88,7 +88,7 @@ def test_what_is_counted_is_what_the_index_says(corpus, folder, name, limits):
 
 
 def test_a_source_of_many_kinds_of_media(tmp_path):
-    """More samples, media and chunks than the corpus has, in the order of chance."""
+    """More samples, items and chunks than the corpus has, in random order."""
     index = made_index("made", [90, 110, 55], 5, media=0.7, side=900)
     rng = np.random.default_rng(0)
     columns = {
@@ -123,7 +123,7 @@ def test_rows_are_those_of_the_layout(corpus, folder):
         {i: int(n) for i, n in enumerate(np.diff(index.item_ptr)) if n}
     )
     whole = [table.to_pylist() for table in facts_of(index, SMALL)]
-    assert [samples, items] == whole  # of one part, without a file
+    assert [samples, items] == whole  # written as one part, without a file
     for group in range(pq.ParquetFile(file.path).num_row_groups):
         kinds = pq.ParquetFile(file.path).read_row_group(group, ["kind"])["kind"].unique()
         assert (0 in kinds.to_pylist()) != (len(kinds) > 1 or kinds[0].as_py() > 0)
@@ -139,11 +139,11 @@ def test_facts_are_written_once_and_again_where_they_are_damaged(corpus, tmp_pat
     for damage in (data[:-100], b"", b"no Parquet at all"):
         file.path.write_bytes(damage)
         assert write_facts(corpus, "digits", SMALL, tmp_path) == (file, True)
-        assert file.path.read_bytes() == data  # bit for bit: nothing of a clock or a place is in it
+        assert file.path.read_bytes() == data  # bit for bit: it holds no clock time and no path
 
 
 def test_facts_of_a_copy_are_those_of_the_source(corpus, tmp_path):
-    """Another place and name of the same content."""
+    """The copy has the same content under another root and name."""
     index = read_index(corpus, "prose")
     other = FolderStore(tmp_path / "copy")
     write_index(other, dataclasses.replace(index, name="prose_7"))
@@ -167,7 +167,7 @@ def test_an_index_that_is_not_the_manifests_leaves_nothing_behind(corpus, tmp_pa
 
 
 def test_an_index_of_another_content_is_refused(corpus, tmp_path):
-    """What `read_index` compares: the file's hash may be right, and the content's not."""
+    """The check is that of `read_index`: the file's hash may match while the content differs."""
     index = read_index(corpus, "mixed")
     store = FolderStore(tmp_path / "root")
     write_index(store, dataclasses.replace(index, name="bad"))
@@ -233,11 +233,11 @@ def test_categories_are_their_sources_together(corpus, folder):
     assert {key: found["text"][key] for key in sums["text"]} == sums["text"]
 
 
-# Alike ------------------------------------------------------------------------------------------
+# Duplicates -------------------------------------------------------------------------------------
 
 
 def test_alike_ones_are_the_duplicates(corpus, folder):
-    """On these sources no two files agree in length and CRC-32 without being equal."""
+    """In these sources, files that agree in length and CRC-32 are always equal."""
     files = [write_facts(corpus, name, SMALL, folder)[0] for name in NAMES]
     found = count_alike(files)
     expected = find_duplicates(corpus, [read_index(corpus, name) for name in NAMES]).as_dict()
@@ -254,7 +254,7 @@ def test_alike_ones_are_the_duplicates(corpus, folder):
 
 
 def test_a_fingerprint_changes_with_each_checksum():
-    """Of a file that of its bytes; of a sample those of its document and of each of its files."""
+    """A file's fingerprint depends on its bytes, a sample's on its document and its files."""
     index = made_index("made", [9], 3, media=0.6)
     item = int(np.flatnonzero(index.item_chunk == 0)[-1])
     sample = int(np.searchsorted(index.item_ptr, item, side="right")) - 1
@@ -290,7 +290,7 @@ def texts(names, word="text"):
 
 @pytest.fixture
 def versions(tmp_path) -> FolderStore:
-    """Pairs, pairs_2 grown from it, pairs_3 of other texts, and pairs_k of another tokenizer."""
+    """Build pairs, pairs_2 grown from it, pairs_3 of other texts, pairs_k of another tokenizer."""
     store, tokenizer = FolderStore(tmp_path / "root"), Tokenizer(RANKS, "tiny")
     ingest(texts("abcd"), store, "pairs", tokenizer)
     ingest(texts("efg"), store, "pairs_2", tokenizer, append_to="pairs")

@@ -1,4 +1,4 @@
-"""What a step's bytes become: coordinates that follow the pixels, variants, repeated reads."""
+"""The fetcher: coordinates follow the pixels, variants are applied, damaged reads are repeated."""
 
 import re
 from dataclasses import replace
@@ -29,14 +29,14 @@ def corpus(tmp_path_factory):
 
 
 def picture_of(patches, grid):
-    """Patches [L, 3, 14, 14] of one frame back to pixels [H, W, 3]."""
+    """Convert the patches [L, 3, 14, 14] of one frame back to pixels [H, W, 3]."""
     _, h, w = grid
     pixels = patches.reshape(h, w, 3, PATCH, PATCH).transpose(0, 3, 1, 4, 2)
     return pixels.reshape(h * PATCH, w * PATCH, 3)
 
 
 def test_written_boxes_are_where_the_pixels_are(corpus):
-    """The white block of a picture, found in the patches, lies where the tokens say."""
+    """The white block of an image, located in the patches, is where the tokens say."""
     config, tokenizer, indices = corpus
     planner = Planner(indices, config)
     fetcher = Fetcher(FolderStore(config.root), tokenizer, 2)
@@ -62,14 +62,14 @@ def test_written_boxes_are_where_the_pixels_are(corpus):
             width, height = resized(*map(int, size), config.limits.image, config.limits.side)
             grid = (1, int(plan.items.grid_h[item]), int(plan.items.grid_w[item]))
             pixels = picture_of(fetched.media[item], grid)[:height, :width].astype(float)
-            # Where it is half white, in edge coordinates: the sum over a line through the block.
+            # Edges of the block, in edge coordinates; a half-covered pixel counts as white.
             white = (pixels.mean(axis=2) > 150).nonzero()
             found = np.array(
                 [white[1].min(), white[0].min(), white[1].max() + 1, white[0].max() + 1]
             )
             wanted = np.array([int(n) for n in numbers.groups()]) / 1000
             wanted = wanted * [width, height, width, height]
-            # A pixel of the shrunk picture, half a source pixel, and the thousandth it is cut to.
+            # Errors: a pixel of the shrunk image, half a source pixel, the cut to thousandths.
             worst = max(worst, float(np.abs(found - wanted).max()))
             checked += 1
     fetcher.close()
@@ -101,7 +101,7 @@ def test_a_caption_is_one_of_its_variants_and_all_are_seen(corpus):
 
 
 class Flipping:
-    """A store whose first reads of a shard have one byte turned over."""
+    """A store whose first reads of a shard have one inverted byte."""
 
     def __init__(self, folder, times):
         self.inner, self.left, self.asked = FolderStore(folder), times, []
@@ -128,7 +128,7 @@ def test_bytes_damaged_on_the_way_are_read_again(corpus):
                 (FolderStore(config.root), Flipping(config.root, 3))]  # fmt: skip
     clean, mended = (fetcher(request) for fetcher in fetchers)
     assert clean.reread == 0
-    assert 1 <= mended.reread <= 3  # a byte between two spans harms nobody
+    assert 1 <= mended.reread <= 3  # a damaged byte between two spans has no effect
     assert not mended.bad
     assert np.array_equal(clean.rows.tokens, mended.rows.tokens)
     assert all(np.array_equal(clean.media[item], mended.media[item]) for item in clean.media)
@@ -192,7 +192,7 @@ def test_a_bug_while_a_row_is_laid_out_is_not_taken_for_another_tokenizer(corpus
 
 
 def test_a_file_that_is_tried_chunk_by_chunk_is_drawn_as_it_was(corpus, monkeypatch):
-    """A picture needed twice, in one read: the second try must not decode it without its draw."""
+    """An image is needed twice in one read: the retry must decode it with its draw."""
     config, tokenizer, indices = corpus
     planner = Planner(indices, config)
     plan, _ = planner.plan(planner.state_dict())

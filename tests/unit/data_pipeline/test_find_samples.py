@@ -1,4 +1,4 @@
-"""Samples found by their facts, as the index has them; indices in small pieces; redacted ones."""
+"""Sample search by facts, checked against the index; indices cut into pieces; redacted samples."""
 
 import dataclasses
 from pathlib import Path
@@ -40,7 +40,7 @@ def facts(corpus, tmp_path, monkeypatch):
 
 
 def expected(index, wanted: Wanted) -> list[int]:
-    """Return which samples are as wanted, one by one from the index."""
+    """Return the samples that match, checked one by one against the index."""
     tokens = lay_out(index, LIMITS, np.arange(index.num_samples), np.zeros(index.num_samples, int))
     found = []
     for sample in range(index.num_samples):
@@ -105,7 +105,7 @@ def test_a_sample_by_its_key(corpus, facts):
 
 
 def equal_pieces(store: FolderStore, name: str, folder: Path) -> int:
-    """Compare every piece with the whole index; returns how many there are."""
+    """Compare every piece with the whole index; return the number of pieces."""
     whole, pieces = read_index(store, name), CutIndex(store, name, folder)
     seen = set()
     for sample in range(whole.num_samples):
@@ -139,7 +139,7 @@ def test_an_index_in_pieces_is_the_whole(corpus, tmp_path, monkeypatch):
 
 
 def test_facts_and_pieces_of_a_redacted_source(tmp_path, monkeypatch):
-    """Samples behind the first part were looked for in it; the content hash was that before."""
+    """Regression: samples after the first part were searched in it, with the old content hash."""
     monkeypatch.setattr(parts, "PART_SAMPLES", 7)
     monkeypatch.setattr(parts.index_parts, "__defaults__", (7,))
     monkeypatch.setattr(cut, "PIECE", 7)

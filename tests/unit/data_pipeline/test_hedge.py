@@ -1,4 +1,4 @@
-"""When a second request is sent, which of two wins, and that no thread is left over."""
+"""Hedged requests: when the second is sent, which of the two wins, and no thread is left over."""
 
 import random
 import threading
@@ -11,7 +11,7 @@ from data_pipeline.store.retry import BASE_S, CAP_S, Tries, backoff
 
 
 class Flight:
-    """Lands when it is told to, or after `seconds`."""
+    """A request that completes when the test sets `land`, or after `seconds`."""
 
     def __init__(self, name, seconds=30.0, error=None, got=0):
         self.name, self._seconds, self._end = name, seconds, error
@@ -34,7 +34,7 @@ def _yes():
 
 
 def _settled(name, seconds=50):
-    """Wait until no thread of that name lives."""
+    """Wait until no thread of that name is alive."""
     end = time.monotonic() + seconds
     while any(t.name == name for t in threading.enumerate()) and time.monotonic() < end:
         time.sleep(0.01)
@@ -50,7 +50,7 @@ def hedger():
 
 
 def test_the_second_wins_when_the_first_hangs(hedger):
-    hedger.delay(1), hedger.delay(1)  # two reads of the right to one hedge in two
+    hedger.delay(1), hedger.delay(1)  # two reads that together earn one hedge
     first, second = Flight("first"), Flight("second", 0.0)
     winner, late = hedger.race(first, lambda: second, 0.01, _yes)
     assert (winner, late) == (second, True)
@@ -94,7 +94,7 @@ def test_no_second_when_it_is_not_welcome(hedger):
 
 
 def test_a_first_that_waits_to_be_sent_is_not_late(hedger):
-    """It waits for the budget; a second request would wait behind it."""
+    """It waits for the budget; a second request would wait, too."""
     hedger.delay(1), hedger.delay(1)
     first = Flight("first")
     first.run = lambda: time.sleep(0.3)  # never sent
@@ -133,7 +133,7 @@ def test_hedges_are_a_share_of_the_reads():
         if hedger.delay(100) is not None and hedger._spend():
             sent += 1
     assert 45 <= sent <= 50
-    for _ in range(10_000):  # a long quiet time does not pile up
+    for _ in range(10_000):  # credit does not accumulate over a long quiet time
         hedger.delay(100)
     assert sum(hedger._spend() for _ in range(100)) == 10
 
@@ -146,7 +146,7 @@ def test_what_is_late_is_known_by_size_and_only_after_enough_reads():
     known.note(70_000, 5.0)
     for i in range(99, 117):
         known.note(60_000, i / 100)
-    assert known.high(1) == pytest.approx(1.06, abs=0.06)  # up to 64 KiB is one class
+    assert known.high(1) == pytest.approx(1.06, abs=0.06)  # sizes up to 64 KiB are one class
     assert known.high(70_000) is None
     hedger = Hedger(threads=1, share=1.0, floor=0.5, samples=2)
     for seconds in (0.1, 0.2):
@@ -158,13 +158,13 @@ def test_what_is_late_is_known_by_size_and_only_after_enough_reads():
 def test_idle_threads_end_by_themselves(monkeypatch):
     monkeypatch.setattr("data_pipeline.store.hedge._IDLE_S", 0.05)
     crew, done = Crew(8, "idle-crew"), []
-    for _ in range(50):  # some meet an idle thread, some one that is just about to end
+    for _ in range(50):  # some jobs meet an idle thread, some a thread that is about to end
         while not crew.start(lambda: done.append(1)):
             time.sleep(0.001)
         time.sleep(random.random() * 0.02)
     assert _settled("idle-crew")
     assert len(done) == 50
-    assert crew.start(lambda: done.append(1))  # and new ones start
+    assert crew.start(lambda: done.append(1))  # new threads can start
     crew.close()
     assert _settled("idle-crew")
     assert not crew.start(lambda: done.append(1))
@@ -185,10 +185,10 @@ def test_tries_end_by_time_by_number_and_start_afresh_with_progress(monkeypatch)
     tries = Tries("x", 10.0, None, random.Random(0))
     clock[0] = 9.9
     waits = [tries.failed() for _ in range(50)]
-    assert 0 <= min(waits) < max(waits) <= 0.1 + 1e-9  # the last one is at the deadline
+    assert 0 <= min(waits) < max(waits) <= 0.1 + 1e-9  # the last wait ends at the deadline
     clock[0] = 10.0
     assert tries.failed() is None
-    tries.excuse(5.0)  # a wait that was not the server's fault
+    tries.excuse(5.0)  # a wait that is not the server's fault
     assert tries.failed() is not None
     tries.progress()
     assert (tries.failures, tries.seconds) == (0, 0.0)

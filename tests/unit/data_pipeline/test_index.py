@@ -1,4 +1,4 @@
-"""The index: what is written is read, and nothing else passes for it."""
+"""The index reads back as it was written, and any other content is refused."""
 
 import hashlib
 import io
@@ -48,7 +48,7 @@ ALL_COLUMNS = [*COLUMNS, *(f"{group}_ptr" for group in GROUPS)]
 
 
 def _made(**changed) -> SourceIndex:
-    """Five samples with pieces of every kind; `changed` replaces columns."""
+    """Return an index of five samples with pieces of every kind; `changed` replaces columns."""
     rng = np.random.default_rng(0)
     kinds = [[0], [0, 1, 2, 1, 0], [2, 1], [0, 0], [1, 1, 2, 1, 0, 1, 2]]
     piece_kind = np.array([kind for row in kinds for kind in row])
@@ -139,7 +139,7 @@ def test_every_column_counts_in_the_content_hash(column):
         other = "code" if column == "category" else "other"
     else:
         other = values.copy()
-        # Sums must go on adding up: pointers and counts move by one and back.
+        # Sums must stay consistent: pointers and counts move by one and back.
         at = {"shard": -2, "piece_kind": 3}.get(column, -1)
         if column in ("piece_kind", "piece_variants", "region_points"):
             other[:] = other[::-1]
@@ -217,7 +217,7 @@ def test_samples_read_back_and_a_flipped_byte_is_found(store, source):
 
 
 def test_a_part_is_what_its_own_checksum_says(store, source):
-    """Two parts of one span are each compared, and the error names the one that differs."""
+    """Two parts of one span are compared separately; the error names the part that differs."""
     part = document_of(source, 5)
     assert read_checked(store, [part, part]) == [store.get(*part.span)] * 2
     wrong = part._replace(crc=part.crc ^ 1, name="the other index")
@@ -235,7 +235,7 @@ def test_check_shards_finds_what_changed(store, source):
     store.put(victim, whole + b"\0")
     with pytest.raises(IndexMismatch, match=f"{victim}: size is {len(whole) + 1}, expected"):
         check_shards(store, source)
-    assert check_shards(store, source, every=2)  # does not look at shard 1
+    assert check_shards(store, source, every=2)  # skips shard 1
     store.put(victim, bytes(len(whole)))
     with pytest.raises(IndexMismatch, match="CRC-32"):
         check_shards(store, source)
@@ -288,7 +288,7 @@ def test_a_misspelt_source_is_told_the_nearest(tmp_path):
 
 
 def test_arrow_keeps_no_bytes_of_python(source, store, monkeypatch):
-    """Its threads would release them, and a process that ends at that moment would abort."""
+    """Arrow's threads would release them, and a process that exits at that moment would abort."""
     data, real, counts = store.get(index_key("src")), pq.ParquetFile, []
 
     def counting(reader):

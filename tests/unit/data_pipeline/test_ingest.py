@@ -1,4 +1,4 @@
-"""Samples to a source: every number in the index against a plain recount from the shards."""
+"""Ingest: every number in the index against a plain recount from the shards."""
 
 import io
 import json
@@ -76,7 +76,7 @@ def test_shards_stay_below_their_size(store, tokenizer):
     index = ingest([*samples(9), big, _text("last")], store, "src", tokenizer, limit)
     for shard in index.shards:
         assert shard.size <= limit or shard.samples == 1
-    assert max(shard.size for shard in index.shards) > limit  # the big one made its own
+    assert max(shard.size for shard in index.shards) > limit  # the large sample got its own shard
     for shard in index.shards:
         with tarfile.open(fileobj=io.BytesIO(store.get(shard.key))) as tar:
             assert len([n for n in tar.getnames() if n.endswith(".json")]) == shard.samples
@@ -175,7 +175,7 @@ def test_more_that_cannot_be_used(store, tokenizer, segment):
 
 
 def _placed(*regions: RegionSegment, **options) -> CrudeSample:
-    """A video, a picture of 40 x 28 pixels as medium 1, another one, and regions around them."""
+    """Return a video, an image of 40 x 28 pixels as medium 1, another image, and regions."""
     picture = ImageSegment(encoded(noise(28, 40)), "png")
     segments = [regions[0], VideoSegment(mp4(22)), picture, picture, *regions[1:]]
     return CrudeSample("placed", segments, **options)
@@ -198,7 +198,7 @@ def test_regions_and_variants_in_the_index(store, tokenizer):
     assert [index.piece_tokens[8], *index.variant_tokens] == lengths
     for piece, label, numbers in ((1, "a corner", 2), (7, "\nbox", 4), (9, "", 6), (10, "up", 1)):
         assert index.piece_tokens[piece] == len(tokenizer.region(label, [0] * numbers))
-    # Items of the sample: three chunks of the video, then the pictures.
+    # Items of the sample: three chunks of the video, then the images.
     assert index.region_item.tolist() == [3, 3, 4, 4]
     assert index.region_shape.tolist() == [0, 1, 2, 3]
     assert index.region_points.tolist() == [1, 2, 3, 1]

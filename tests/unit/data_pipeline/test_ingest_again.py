@@ -1,4 +1,4 @@
-"""Ingest by workers, and taken up again where it stopped: the same bytes either way."""
+"""Ingest by workers and ingest resumed after a stop write the same bytes."""
 
 import os
 import threading
@@ -19,7 +19,7 @@ from tests.unit.data_pipeline.media import samples, watch_puts
 
 
 class Strange:
-    """A sample whose reading fails in a way that is not its own."""
+    """A sample whose read fails for a reason outside the sample."""
 
     key, size = "strange", 0
 
@@ -71,7 +71,7 @@ def test_work_runs_ahead_only_a_little():
 
 
 def test_tasks_are_read_in_the_thread_of_who_reads_the_results():
-    """A generator over a cursor of SQLite allows no other."""
+    """A generator over an SQLite cursor may run in one thread only."""
     threads = []
 
     def tasks():
@@ -87,7 +87,7 @@ def _identity():
     return int
 
 
-# Taking up what was killed -----------------------------------------------------------------------
+# Resuming a killed ingest ------------------------------------------------------------------------
 
 
 class Killed(Exception):
@@ -99,7 +99,7 @@ def _listed(count: int = 12, stop: int | None = None) -> Listed:
         for number, sample in enumerate(samples(count)):
             if number == stop:
                 raise Killed
-            # One that cannot be used, and one whose key was used long before.
+            # An unusable sample, and a sample with a key that was used long before.
             yield {4: CrudeSample("no", []), 8: samples(2)[1]}.get(number, sample)
 
     return Listed(given(), identity={"count": count})
@@ -123,7 +123,7 @@ def test_an_ingest_goes_on_where_it_stopped(tmp_path, tokenizer, stops):
     finished = {key.replace(".tar", "") for key in done if key.endswith(".tar")}
     parts = {key.replace("src/.ingest", "src")[:-4] for key in done if key.endswith(".npz")}
     assert finished == parts
-    # What is done is not done again: neither put nor counted twice.
+    # Finished shards are neither written nor counted again.
     assert not {key[:-4] for key in counts if key.endswith(".tar")} & parts
     assert progress[0].shards == len(parts)
     assert progress[-1].samples == index.num_samples == 10
@@ -141,7 +141,7 @@ def test_a_sample_that_is_neither_written_nor_rejected_is_an_error(
     def losing(make, batches, workers):
         yield from list(ordered_map(make, batches, workers))[:-1]
 
-    if total != 13:  # more than there are
+    if total != 13:  # more than the input holds
         monkeypatch.setattr("data_pipeline.ingest.ingest.ordered_map", losing)
     counts = "13 samples are in the input, 12 were read, and 12 were" if total == 13 else (
         "12 samples are in the input, 12 were read, and 11 were"
@@ -202,7 +202,7 @@ def test_the_journal_goes_with_the_manifest_and_only_then(store, tokenizer):
 
     watch_puts(store, watched)
     index = ingest(_listed(), store, "src", tokenizer, 16_384)
-    # The lock, the request and the shards' parts.
+    # The lock, the request and the parts of the shards.
     assert len(left["src/manifest.json"]) == 2 + len(index.shards)
     assert not [name for name in os.listdir(store.root / "src") if name.startswith(".")]
     memory = MemoryStore("journal")
@@ -227,7 +227,7 @@ def test_what_was_killed_while_tidying_up_is_finished(store, tokenizer, monkeypa
         ingest(_listed(), store, "src", tokenizer, 16_384)
 
 
-# Another one of the same name ---------------------------------------------------------------------
+# A second ingest of the same name -----------------------------------------------------------------
 
 
 def test_a_second_ingest_of_the_name_is_refused_while_one_is_under_way(store, tokenizer):
@@ -261,12 +261,12 @@ def test_a_manifest_that_is_there_by_then_is_not_replaced(store, tokenizer):
     assert "src/index.parquet" not in store.list()
 
 
-# Too many that cannot be used --------------------------------------------------------------------
+# Too many rejected samples -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("total", [None, 12])
 def test_too_many_rejections_end_the_ingest_and_a_higher_limit_goes_on(tmp_path, tokenizer, total):
-    """Two of twelve cannot be used."""
+    """Two of twelve samples are unusable."""
     whole, store = FolderStore(tmp_path / "whole"), FolderStore(tmp_path / "cut")
     ingest(_listed(), whole, "src", tokenizer, 16_384)
     given = _listed()

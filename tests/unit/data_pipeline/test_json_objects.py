@@ -1,4 +1,4 @@
-"""JSON of a root: bounded in bytes and nesting, before it costs memory."""
+"""JSON read from a root: its bytes and nesting are bounded before it costs memory."""
 
 import json
 

@@ -41,7 +41,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory, tokenizer):
-    """A folder with three sources of a few shards each, and their indices."""
+    """Build a folder with three sources of a few shards each; return their indices."""
     rng = np.random.default_rng(0)
     folder = tmp_path_factory.mktemp("data")
     store = FolderStore(folder)
@@ -68,7 +68,7 @@ def built(tmp_path_factory, tokenizer):
 
 @pytest.fixture
 def make(built, tokenizer):
-    """Builds loaders over the sources, and closes them."""
+    """Return a function that builds loaders over the sources; close them at the end."""
     loaders = []
 
     def build(config=CONFIG, needs=everything, store=None, indices=None):
@@ -88,7 +88,7 @@ def step_digest(batch):
 
 
 class Recording:
-    """A store that remembers what was read and can be told to fail or to answer slowly."""
+    """A store that records reads and can fail or delay them on request."""
 
     def __init__(self, folder):
         self.inner = FolderStore(folder)
@@ -110,7 +110,7 @@ class Recording:
 
 
 def members(folder, index):
-    """Everything in the source's tar files by member name, read by Python's own tarfile."""
+    """Return the files of the source's tars by member name, read with Python's tarfile."""
     found = {}
     for shard in index.shards:
         with tarfile.open(folder / shard.key) as tar:
@@ -158,11 +158,11 @@ def test_steps_equal_reading_the_tar_files(make, built, tokenizer):
 def test_i1_rows_are_the_same_for_every_world_thread_count_and_depth(
     make, prefetch, threads, world
 ):
-    """The union of what the ranks of a world hold is the step, whatever reads it."""
+    """The ranks of a world together hold the step, for every thread count and prefetch depth."""
     config = CONFIG.replace(prefetch_steps=prefetch, fetch_threads=threads)
 
     def needs(rank):
-        # rows by replica; media by a rule that has nothing to do with the rows
+        # rows by replica; media by a rule unrelated to the rows
         return lambda plan: Needs(
             np.arange(plan.num_rows)[rank::world],
             np.flatnonzero(plan.items.tokens % world == rank),
@@ -225,7 +225,7 @@ def test_never_more_steps_ahead_than_asked_for(make):
         deadline = time.monotonic() + 50
         while len(planned) < step + 3 and time.monotonic() < deadline:
             time.sleep(0.005)
-        time.sleep(0.03)  # were there room for one more, it would have been taken
+        time.sleep(0.03)  # long enough for one more plan, if the limit allowed it
         assert planned == list(range(step + 3))
 
 
@@ -263,7 +263,7 @@ def test_chunks_of_a_video_share_one_read(make, built):
 
 
 def corrupt(folder, index, offset, shard, length):
-    """Turn over the middle byte of a range of a shard, and return how to repair it."""
+    """Invert the middle byte of a range of a shard; return a function that repairs it."""
     path = folder / index.shards[shard].key
     good = path.read_bytes()
     bad = bytearray(good)
@@ -273,7 +273,7 @@ def corrupt(folder, index, offset, shard, length):
 
 
 def find(loader, name):
-    """A sample of the source in the first step."""
+    """Find a sample of the source in the first step."""
     plan, _ = loader.planner.plan(loader.planner.state_dict())
     number = [index.name for index in loader.indices].index(name)
     sample = int(np.flatnonzero(plan.samples.source == number)[0])
@@ -306,7 +306,7 @@ def test_damaged_media_are_bad_items_and_the_rest_is_whole(make, built):
 
 
 def test_media_of_another_size_are_bad_items(make, built):
-    """The bytes are as ingested, but the index promises other sizes: decoding tells."""
+    """The bytes are as ingested, but the index states other sizes: only decoding shows it."""
     indices = []
     for index in built[1]:
         if index.name == "clips":
@@ -372,7 +372,7 @@ def test_an_error_of_the_store_is_raised_in_its_step_and_the_order_goes_on(make,
     store.faults.append(StoreUnavailable("web/000000.tar: gone for a moment"))
 
     def take_three():
-        for _ in range(3):  # with steps ready ahead of it, the fault shows a little later
+        for _ in range(3):  # prefetched steps delay the failure
             got.append(step_digest(next(loader)))
 
     with pytest.raises(LoaderError, match=r"step \d: .*web/000000.tar") as caught:
@@ -422,7 +422,7 @@ def test_waiting_is_measured(make, built):
     store = Recording(built[0])
     store.gate = threading.Event()
     loader = make(store=store)
-    threading.Timer(1.0, store.gate.set).start()  # and not before it is waited for
+    threading.Timer(1.0, store.gate.set).start()  # not before the loader waits for it
     next(loader)
     assert loader.stats.wait_s > 0.1
     assert loader.stats.steps == 1

@@ -50,14 +50,14 @@ def fetched_steps(corpus, steps, store=None, indices=None, **changes):
 
 
 def file_of(root, index, line):
-    """The bytes of a media file, by its line in the index."""
+    """Return the bytes of a media file, given its row in the index."""
     sample = int(np.searchsorted(index.item_ptr, line, side="right")) - 1
     shard = index.shards[index.shard[sample]].key
     return FolderStore(root).get(shard, int(index.item_offset[line]), int(index.item_length[line]))
 
 
 def expected_patches(config, planner, plan, item):
-    """Patches of an image as the rules have them: file, draw of that file, limits at the level."""
+    """Return an image's patches by the written rules: file, draw, limits at the shrink level."""
     sample, line = int(plan.items.sample[item]), int(plan.items.index_line[item])
     source = planner.sources[plan.samples.source[sample]]
     chosen = np.array([sample])
@@ -73,7 +73,7 @@ def expected_patches(config, planner, plan, item):
 
 
 def test_every_picture_is_its_own_file_draw_and_level(corpus):
-    """Also of samples with several pictures, and of those that are shrunk to fit a row."""
+    """Samples with several images and samples shrunk to fit a row are included."""
     config, seen = corpus[0], {"shrunk": 0, "second": 0, "plain": 0}
     for planner, plan, _, fetched in fetched_steps(corpus, 4):
         assert not fetched.bad
@@ -103,7 +103,7 @@ def test_a_shrunk_picture_without_augmentation_is_the_picture_at_its_level(corpu
 
 
 def plain_box(config, index, sample):
-    """The numbers of the box as its document and file have it, in thousandths."""
+    """Return the numbers of the box from its document and file, in thousandths."""
     shard = index.shards[index.shard[sample]].key
     body = FolderStore(config.root).get(
         shard, int(index.json_offset[sample]), int(index.json_length[sample])
@@ -188,11 +188,11 @@ def test_parts_of_a_split_text_are_never_varied():
     assert np.array_equal(plan.samples.varied, ~split)
 
 
-# Bytes that are wrong on the way ----------------------------------------------------------------
+# Bytes damaged in transit -----------------------------------------------------------------------
 
 
 class Wrong:
-    """A store whose reads of one byte of one object are wrong the first few times."""
+    """A store whose first few reads of one byte of one object are wrong."""
 
     def __init__(self, folder, key, byte, times):
         self.inner, self.key, self.byte, self.left = FolderStore(folder), key, byte, times
@@ -210,14 +210,14 @@ class Wrong:
         return bytes(data)
 
     def close(self):
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
 @pytest.mark.parametrize("what", ["texts", "files"])
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("times", range(READS + 1))
 def test_bytes_wrong_on_the_way_are_read_again(corpus, tmp_path, what, cached, times):
-    """READS reads in all; a cache must not answer the later ones with what it kept."""
+    """There are READS reads in all; a cache must not answer a retry with the damaged bytes."""
     config, tokenizer, indices = corpus
     planner = Planner(indices, config.replace(rows_per_step=4))
     plan, _ = planner.plan(planner.state_dict())
@@ -226,7 +226,7 @@ def test_bytes_wrong_on_the_way_are_read_again(corpus, tmp_path, what, cached, t
     key, offset, length = struck.span
     store = Wrong(config.root, key, offset + length // 2, times)
     if cached:
-        # Blocks of 1 KB, so that hardly any other read passes the wrong byte.
+        # Blocks of 1 KB, so that almost no other read includes the damaged byte.
         cache = CacheConfig(folder=str(tmp_path / "cache"), block_bytes=1024)
         store = CachedStore(store, cache)
         register(store, shard_versions(indices))

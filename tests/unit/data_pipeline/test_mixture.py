@@ -1,4 +1,4 @@
-"""The blend of a whole training: schedule, epoch caps, and what a state holds of it."""
+"""The mixture over a whole training run: schedule, epoch caps, and the part that a state holds."""
 
 from fractions import Fraction
 
@@ -50,7 +50,7 @@ def test_a_stage_begins_at_the_first_border_after_its_tokens():
         counts = counts_before(position, (first,)).tolist()
         return sum(n * mean for n, mean in zip(counts, per_draw))
 
-    assert tokens(second.start) >= 30_000 - max(per_draw) * 3  # a prefix is a draw off at most
+    assert tokens(second.start) >= 30_000 - max(per_draw) * 3  # a prefix is off by one draw at most
     assert tokens(second.start - WINDOW) < 30_000
     source, draw = blend(np.arange(second.start + 5000), mixture.segments)
     for s in range(3):
@@ -67,7 +67,7 @@ def test_a_source_stops_at_the_last_border_inside_its_epochs(cap):
     assert drawn <= cap * 500
     assert drawn + WINDOW > cap * 500 - WINDOW * first.weights[0] / UNITS - 1
     assert counts_before(second.start + WINDOW, (first,))[0] > cap * 500
-    # The others keep their shares among themselves.
+    # The other sources keep their relative weights.
     tokens = [w * t.tokens / t.samples for w, t in zip(second.weights, TOTALS)]
     assert tokens[2] / tokens[1] == pytest.approx(2, rel=1e-3)
     assert counts_before(10**7, mixture.segments)[0] == drawn
@@ -91,7 +91,7 @@ def test_a_ratio_that_cannot_be_kept_ends_the_data():
 
 
 def test_the_rest_is_the_same_from_any_segment_on():
-    """What a state holds (the segments begun) is enough to know the others."""
+    """The segments begun, which a state holds, determine the later segments."""
     config = CONFIG.replace(
         max_epochs={"a": 1.0, "c": 3.0},
         schedule=[
@@ -179,7 +179,7 @@ def test_bad_schedules_and_caps_are_refused():
 
 
 def test_a_change_that_lies_in_the_past_is_refused():
-    """Resumed with it, the run would go on from counts of draws that were never made."""
+    """A run resumed with the change would continue from counts of draws that were never made."""
     plain = planner_of()
     state = plain.state_dict()
     while state["window"] < 9:
@@ -196,7 +196,7 @@ def test_a_change_that_lies_in_the_past_is_refused():
         changed.load_state_dict(moved)
         assert changed.plan(moved)[0].step == state["step"]
     ahead = planner_of(schedule=[BlendStage(after_tokens=900_000, sources={"b": 1.0, "c": 1.0})])
-    ahead.load_state_dict(state)  # what lies ahead may be changed at any time
+    ahead.load_state_dict(state)  # future stages may change at any time
     assert ahead.plan(state)[0].content_hash() == plain.plan(state)[0].content_hash()
 
 

@@ -45,11 +45,11 @@ def test_keys_place_an_element_everywhere_equally_often():
 def test_neighbours_are_torn_apart():
     image = permute(np.arange(10000), 10000, 5)
     assert abs(np.corrcoef(np.arange(10000), image)[0, 1]) < 0.04
-    assert np.mean(np.abs(np.diff(image)) < 100) < 0.03  # by chance 0.02
+    assert np.mean(np.abs(np.diff(image)) < 100) < 0.03  # a random order gives 0.02
 
 
 def test_the_order_is_pinned():
-    """A change here continues old runs with other data; it must be a decision, not an accident."""
+    """A change here resumes old runs with other data: it must be deliberate."""
     order = ShardOrder([30, 1, 0, 25, 40, 7], 2, seed=11, source="demo")
     index, _ = order.samples(np.arange(1000))
     digest = hashlib.sha256(index.astype("<i8").tobytes()).hexdigest()
@@ -115,7 +115,7 @@ def test_refusals_name_the_numbers():
 
 
 def test_another_thread_s_tables_never_take_the_place_of_one_s_own():
-    """What one thread keeps for the next call may be replaced before it returns."""
+    """Another thread may replace a thread's cached tables before the call returns."""
 
     class Shared(ShardOrder):
         def __setattr__(self, name, value):

@@ -1,8 +1,8 @@
-"""I1: one SHA-256 of the row stream for any world, number of workers, and resume in another layout.
+"""I1: one SHA-256 of the row stream for any world, worker count, and resume in another layout.
 
-Ranks are simulated: each asks for its rows and items, as a replica and an encoder would, and what
-they hold together is the step. Workers are real processes with stores of their own. The corpus has
-every kind of sample, augmentation, split texts, a schedule and a cap on epochs.
+Ranks are simulated: each requests its rows and items, as a replica and an encoder would, and their
+union is the step. Workers are real processes with their own stores. The corpus has every kind of
+sample, augmentation, split texts, a schedule and an epoch cap.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from tests.unit.data_pipeline.every_kind import CONFIG, build
 
 WORLDS = (1, 2, 3, 4, 8, 64)
 STEPS = 6
-ROWS = 192  # of a step; every world divides it
+ROWS = 192  # per step; divisible by every world size
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def corpus(tmp_path_factory):
 
 
 def needs_of(plan, rank, world):
-    """Rows by replica; media by a rule that has nothing to do with the rows."""
+    """Assign rows by replica, and media by a rule unrelated to the rows."""
     rows = plan.num_rows // world
     return Needs(
         np.arange(rank * rows, (rank + 1) * rows),
@@ -43,7 +43,7 @@ def needs_of(plan, rank, world):
 
 
 def digest_of(plan, parts):
-    """SHA-256 of each row's tokens, labels and mask in order, and of each medium in order."""
+    """Return one SHA-256 of each row's tokens, labels and mask and of each item, in order."""
     sha = hashlib.sha256(plan.content_hash().encode())
     for part in parts:
         assert not part.bad
@@ -58,7 +58,7 @@ def digest_of(plan, parts):
 
 
 def stream(planner, state, workers, world, steps):
-    """Digests of steps from a state on, as `world` ranks hold them; and the states after each."""
+    """Return digests of `steps` steps as `world` ranks hold them, and the state after each step."""
     plans = []
     for _ in range(steps):
         plan, state = planner.plan(state)
@@ -77,7 +77,7 @@ def stream(planner, state, workers, world, steps):
 
 @pytest.fixture(scope="module")
 def reference(corpus):
-    """The stream of one process without workers: digests, and states before each step."""
+    """Return digests and states before each step from one process without workers."""
     config, tokenizer, indices = corpus
     digests, states = [], []
     with Loader(
@@ -91,7 +91,8 @@ def reference(corpus):
     return digests, states
 
 
-# Two workers try three worlds, and stops and goes; the whole grid is 25 s of a core a number.
+# By default two workers run three worlds with stops and resumes; the full grid takes 25 s of a core
+# per worker count.
 SLOW = [pytest.param(number, WORLDS, 3, 13, marks=pytest.mark.slow) for number in (0, 1, 2, 4)]
 
 
@@ -120,7 +121,7 @@ def test_one_stream_for_every_world_and_number_of_workers(
 
 
 def test_the_corpus_has_everything_in_it(corpus):
-    """Or the grid would prove little."""
+    """Without every feature the grid would prove little."""
     config, _, indices = corpus
     planner = Planner(indices, config)
     state, seen, kinds = planner.state_dict(), set(), set()

@@ -70,7 +70,7 @@ def test_the_fill_of_a_real_window():
     for seq_len in (4096, 32768, 262144):
         lengths = documents(rng, 16384, seq_len, seq_len // 8)
         assert lengths.sum() / (pack_window(lengths, seq_len).num_rows * seq_len) > 0.99
-    # nothing fits beside anything: best fit cannot help, and says so
+    # no two documents fit into one row, so best fit cannot help
     assert pack_window([60] * 10, 100).num_rows == 10
 
 

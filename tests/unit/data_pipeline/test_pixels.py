@@ -21,14 +21,14 @@ def plain_draw(height, width, flip=False, turns=0, crop=None):
 
 
 def matrix(draw):
-    """From edge coordinates of the source to those of the output: [3, 3]."""
+    """Return the map from source to output edge coordinates: [3, 3]."""
     left, top, right, bottom = draw.crop
     factors = draw.out_width / (right - left), draw.out_height / (bottom - top)
     return np.array([*rescaled(_placement(draw), *factors), 0.0, 0.0, 1.0]).reshape(3, 3)
 
 
 def numbered(height, width):
-    """An image in which no two pixels are equal."""
+    """Return an image in which all pixels differ."""
     number = np.arange(height * width)
     return np.stack([number % 251, number // 251 % 256, number // 64256], -1).astype(
         np.uint8
@@ -36,7 +36,7 @@ def numbered(height, width):
 
 
 def photo(height, width, seed=0):
-    """Smooth colours with some noise."""
+    """Return smooth colours with some noise."""
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[:height, :width][..., None] / max(height, width)
     waves = 120 + 100 * np.sin(x * [[[5, 9, 4]]] + y * [[[7, 3, 8]]])
@@ -77,7 +77,7 @@ def test_two_mirrors_and_four_turns_are_nothing():
         assert np.array_equal(moved, points)
 
 
-# Anything -----------------------------------------------------------------------------------
+# Any geometry -------------------------------------------------------------------------------
 
 
 def disc(x, y, radius):
@@ -86,7 +86,7 @@ def disc(x, y, radius):
 
 
 def depth(corners, x, y):
-    """How far inside a convex polygon points lie, below 0 outside of it."""
+    """Return the depth of points inside a convex polygon; outside it is negative."""
     ahead = np.roll(corners, -1, 0) - corners
     ahead = ahead / np.hypot(*ahead.T)[:, None]
     across = [u * (y - corner[1]) - v * (x - corner[0]) for corner, (u, v) in zip(corners, ahead)]
@@ -94,7 +94,7 @@ def depth(corners, x, y):
 
 
 def doubled_areas(corners):
-    """Of the triangles between the origin and each edge."""
+    """Return doubled areas of the triangles between the origin and each edge."""
     x, y = corners.T
     return x * np.roll(y, -1) - np.roll(x, -1) * y
 
@@ -105,7 +105,7 @@ def centre(corners):
 
 
 def painted(height, width, shapes):
-    """Each shape white in a channel of its own, its edges by share of the pixel covered."""
+    """Paint each shape white in its own channel; edge pixels are shaded by their coverage."""
     fine = 8
     y, x = (np.mgrid[: height * fine, : width * fine] + 0.5) / fine
     channels = [(depth(corners, x, y) > 0).reshape(height, fine, width, fine) for corners in shapes]
@@ -126,7 +126,7 @@ def scene():
 
 
 def check_scene(draw):
-    """Find the shapes in the output; return how many of them were wholly in the frame."""
+    """Check the shapes in the output; return the number of shapes wholly in the frame."""
     out, found = apply(draw, scene()).astype(float), 0
     assert out.shape == (draw.out_height, draw.out_width, 3)
     y, x = np.mgrid[: draw.out_height, : draw.out_width] + 0.5
@@ -146,7 +146,7 @@ def check_scene(draw):
 def test_shapes_are_found_where_their_coordinates_went():
     draws = some_draws(GEOMETRY, 300, HEIGHT, WIDTH)
     found = sum(check_scene(draws.one(i)) for i in range(300))
-    assert found > 400  # else nearly all of them were cut
+    assert found > 400  # otherwise nearly all shapes were cut
 
 
 @pytest.mark.parametrize("part", ["flip", "turn", "affine", "crop"])

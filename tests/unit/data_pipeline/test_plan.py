@@ -67,7 +67,7 @@ def run(planner, steps, state=None):
 
 
 def row_stream(plans):
-    """Each row of the steps as bytes: its samples and media, without numbers of step or row."""
+    """Return each row of the steps as bytes: samples and items without step and row numbers."""
     rows = []
     for plan in plans:
         for row in range(plan.num_rows):
@@ -164,7 +164,7 @@ def test_nothing_but_data_and_seed_enters(indices, planner):
 
 
 class Steps:
-    """A planner driven as a loader drives it, for the shared resume test."""
+    """A planner driven like a loader, for the shared resume test."""
 
     def __init__(self, indices, config):
         self.planner = Planner(indices, config)
@@ -222,13 +222,13 @@ def test_epochs_use_every_sample_once(indices):
 
 
 def test_the_report_of_a_blend_counts_lengths_and_draws(indices, planner):
-    """Against sums over the slow twin of each sample, and a long run's own rows."""
+    """Compare with sums over the slow reference of each sample, and with the rows of a long run."""
     report, expected, weights = blend_report(planner), {}, weights_of(planner)
     for number, index in enumerate(planner.indices):
         samples = [slow_sample(index, i, LIMITS) for i in range(index.num_samples)]
         lengths = [len(symbols) for symbols, _ in samples]
         taken = [slow_substitute(index, i, lengths, CONFIG.seq_len) for i in range(len(samples))]
-        samples = [samples[i] for i in taken]  # others in the places of those that do not fit
+        samples = [samples[i] for i in taken]  # substitutes replace the samples that do not fit
         tokens = sum(len(symbols) for symbols, _ in samples)
         vision = sum(pads for _, items in samples for _, _, pads, _ in items)
         expected[index.name] = (
@@ -315,7 +315,7 @@ def test_a_source_with_a_whole_shard_too_long_takes_the_next_shards_samples():
         ("quarantine", [[0, 99999, 0]]),
         ("quarantine", [[3, 0, 0]]),
         ("quarantine", [[-1, 0, 0]]),
-        ("quarantine", [[0, 65, 0]]),  # captions has 65, from 0 on
+        ("quarantine", [[0, 65, 0]]),  # captions has 65 samples, numbered from 0
         ("quarantine", [[0]]),
         ("tokens", 5),
         ("tokens", [5]),
@@ -347,7 +347,7 @@ def test_other_data_and_missing_fields_are_refused(indices, planner):
     other = Planner([made_index("web", [40, 30, 51], 1), *indices[1:]], CONFIG)
     with pytest.raises(ValueError, match="source 'web' holds other data than it did") as error:
         other.load_state_dict(planner.state_dict())
-    assert "captions' " not in str(error.value)  # the others are the same
+    assert "captions' " not in str(error.value)  # the other sources are the same
     state = planner.state_dict()
     del state["row"]
     with pytest.raises(ValueError, match="state has fields"):
@@ -371,7 +371,7 @@ def test_sources_that_come_and_go_are_named(indices, planner):
 
 def test_a_state_that_does_not_name_the_sources_goes_on(planner):
     state = planner.state_dict()
-    del state["sources"]  # as those of earlier versions
+    del state["sources"]  # as in states of earlier versions
     (ours, after), (theirs, later) = planner.plan(planner.state_dict()), planner.plan(state)
     assert ours.samples.index.tolist() == theirs.samples.index.tolist()
     assert after == later
@@ -424,7 +424,7 @@ def test_config_names_field_value_and_allowed():
 
 
 def test_the_hash_of_the_augmentation_stays_what_checkpoints_hold():
-    """Any other text of the same settings would refuse to resume every augmented run."""
+    """A different text for the same settings would make every augmented run refuse to resume."""
     settings = AugmentConfig(
         flip=0.5,
         affine=AffineConfig(degrees=10.0, scale=(0.5, 1.5)),
@@ -475,7 +475,7 @@ def test_once_is_the_same_in_steps_of_other_rows():
 
 @pytest.mark.parametrize(("group", "sizes"), [(1, [9, 1]), (3, [9, 3]), (9, [9, 9])])
 def test_once_takes_no_more_rows_than_samples_and_layout_want(group, sizes):
-    """A row without samples costs a row's attention: at 262,144 tokens more than all that count."""
+    """At 262,144 tokens, a row without samples costs more attention than all samples."""
     rows = 9
     _, plans = once(3200, group, rows_per_step=rows)
     used = sum(len(np.unique(plan.samples.row)) for plan in plans)
@@ -504,7 +504,7 @@ def test_once_divides_the_tokens_by_the_shares_and_takes_one_unit_at_least():
     for source, total in zip(planner.sources, sums, strict=True):
         share = CONFIG.sources[source.index.name] / sum(CONFIG.sources.values())
         assert 6000 * share - 300 < total <= 6000 * share
-    # As many as there are fit exactly, and with one token fewer there is one unit fewer.
+    # The exact number of units fits; one token less gives one unit less.
     sources = {"sources": {"web": 1.0}}
     web = [index for index in made_indices() if index.name == "web"]
     alone = Planner(web, CONFIG.replace(vision_token_ratio=None, **sources))

@@ -1,4 +1,4 @@
-"""Rules of the quarantine, and of states that a loader takes or refuses."""
+"""Rules of the quarantine, and the states that a loader accepts or refuses."""
 
 import itertools
 import json
@@ -54,7 +54,7 @@ def text_loader(texts, **changes):
 
 
 class Taken:
-    """What a loader handed out: digests; position -> (source, sample); window -> its first step."""
+    """Output of a loader: digests; position -> (source, sample); window -> its first step."""
 
     def __init__(self):
         self.digests, self.at, self.opened = [], {}, {}
@@ -70,7 +70,7 @@ class Taken:
 
 
 def run_with_quarantine(texts, found_in=5, **changes):
-    """Run to the end, with a sample of step `found_in` in quarantine; states after steps."""
+    """Run to the end with a sample of step `found_in` in quarantine; also return the states."""
     taken, states, bad = Taken(), {}, None
     with text_loader(texts, **changes) as loader:
         for step in range(LAST):
@@ -78,7 +78,7 @@ def run_with_quarantine(texts, found_in=5, **changes):
             taken.take(batch)
             if step == found_in:
                 samples = batch.plan.samples
-                # One whose number in the plan is not its number in the index, and not of source 0.
+                # A sample whose numbers in plan and index differ, and not from source 0.
                 number = next(
                     n
                     for n in range(samples.index.size)
@@ -144,7 +144,7 @@ def test_a_resumed_run_keeps_to_the_quarantine(texts, quarantined, step):
 
 
 def test_the_delay_of_quarantine_is_exact(texts):
-    """A window opened QUARANTINE_DELAY steps after the finding lacks the sample; one sooner not."""
+    """A window opened QUARANTINE_DELAY steps after the finding, but no sooner, lacks the sample."""
     planner = Planner(texts[2], TEXTS)
     state, bad, opened = planner.state_dict(), (1, 3), []
     for _ in range(LAST):
@@ -163,7 +163,7 @@ def test_the_delay_of_quarantine_is_exact(texts):
             other = Planner(texts[2], TEXTS)
             found = [[*bad, state["step"] - sooner]]
             other.load_state_dict({**state, "quarantine": found})
-            # The window's rows may be packed otherwise: look at all of them.
+            # The rows of the window may be packed differently, so check all of them.
             after, drawn = other.state_dict(), {}
             for _ in range(6):
                 plan, after = other.plan(after)
@@ -226,7 +226,7 @@ def test_a_state_of_other_decoders_is_refused_unless_the_config_lets_it(made):
     with pytest.raises(ValueError, match="state field 'decoders' is 'pillow 1.0 av 2.0'"):
         strict.load_state_dict(old)
     lenient.load_state_dict(old)
-    # A run that did not compare them left none: nothing can be held against it.
+    # A state of a run without the comparison has no decoders: strict planners accept it.
     unnamed = Planner(made, PLANNED.replace(same_decoders=False)).state_dict()
     assert unnamed["decoders"] is None
     strict.load_state_dict(unnamed)

@@ -1,4 +1,4 @@
-"""Folders, webdataset tars and manifests: what becomes a sample, from any place on."""
+"""Readers of folders, webdataset tars and manifests: samples, resume positions, rejections."""
 
 import gzip
 import io
@@ -46,11 +46,11 @@ def _tar(path, files, mode="w"):
 
 
 def _loaded(where, category, **options):
-    """key -> segments and meta, or the reason of each sample."""
+    """Return key -> segments and meta, or key -> the rejection reason."""
     inputs = [where] if isinstance(where, str) else where
     found = {}
     for _, unit in open_inputs(inputs, category, **options).read():
-        unit = pickle.loads(pickle.dumps(unit))  # as a worker gets it
+        unit = pickle.loads(pickle.dumps(unit))  # as a worker receives it
         try:
             sample = unit.load(POLICY)
             assert sample.key not in found
@@ -124,7 +124,7 @@ def test_a_folder_of_captions(tmp_path):
             {"license": "CC0", "n": 1},
         ),
     }
-    # In order: a folder's own files by name, then the folders in it.
+    # Order: the files of a folder by name, then its subfolders.
     assert list(found)[:3] == ["alone", "auto", "b"]
     assert list(found)[-1] == "a/z"
 
@@ -236,7 +236,7 @@ def test_unpacked_files_are_held_to_the_bounds_of_who_reads_them():
 
 
 def _webdataset_tar(path):
-    """Written by webdataset itself."""
+    """Write a tar with the webdataset library."""
     with webdataset.TarWriter(str(path)) as sink:
         sink.write(
             {"__key__": "d/000", "jpg": JPEG, "txt": "first", "cls": 3, "json": {"url": "u"}}
@@ -281,7 +281,7 @@ def test_a_tar_larger_than_a_block_comes_from_a_store_in_pieces(tmp_path, monkey
     monkeypatch.setattr("data_pipeline.ingest.byte_sources._BLOCK", 4096)
     monkeypatch.setattr(
         "data_pipeline.ingest.readers._HELD", 3000
-    )  # larger members by requests of theirs
+    )  # larger members take separate requests
     files = [(f"{i}.{s}", d) for i in range(9) for s, d in (("png", PNG), ("txt", f"t{i}"))]
     expected = _loaded(_tar(tmp_path / "a.tar", files), "caption")
     MemoryStore("blocks").put("a.tar", (tmp_path / "a.tar").read_bytes())
@@ -409,13 +409,14 @@ def test_identities_change_with_the_input_and_not_with_its_place(tmp_path):
 
 
 def _last_is_damage(found, whole, name="x.tar"):
-    """What stands before the damage is whole; returns how many samples that are."""
+    """Check that samples before the damage are whole; return their number."""
     assert found.popitem() == (name, "damaged file")
     assert found == {key: whole[key] for key in list(whole)[: len(found)]}
     return len(found)
 
 
-# At 0, in a first header, in a header, before data, inside data, at their end, at their padding's.
+# Cuts: at 0, in a first header, in a header, before data, inside data, at the end of data, and at
+# the end of its padding.
 @pytest.mark.parametrize(
     ("mark", "after", "left"),
     [("d/000.cls", 0, 0), ("d/000.cls", 99, 0), ("d/002.txt", 99, 2), ("d/003.txt", 512, 3),
@@ -444,7 +445,7 @@ def test_a_damaged_header_is_not_taken_for_the_end(tmp_path):
     data = bytearray(path.read_bytes())
     data[data.index(b"d/002.0.png")] ^= 1
     path.write_bytes(data)
-    # The sample before it might have gone on behind it.
+    # The sample before the header might have continued after it.
     assert _last_is_damage(_loaded(str(path), "caption"), whole) == 1
     data = bytearray(gzip.compress(bytes(data)))
     data[len(data) // 2] ^= 1
@@ -530,7 +531,7 @@ def test_keys_that_are_made_of_file_and_line_differ_between_inputs(tmp_path, pre
     ]  # fmt: skip
     assert found[4] == safe_key("part.0") + "-00000001"
     assert found[-1] == safe_key("m.jsonl.gz") + "-00000002"
-    # Alone, each has the short name.
+    # A single input has the short name.
     assert _keys([str(tmp_path / names[0])], prefix_keys=prefix)[0] == "metadata-00000001"
     longest = _put(tmp_path, {f"{'n' * 100}.jsonl": LINE})
     [key] = _keys([f"{longest}/{'n' * 100}.jsonl"])
@@ -560,7 +561,7 @@ def test_an_input_is_given_once(tmp_path):
 
 
 def test_names_that_differ_by_their_case_or_lack_a_suffix_are_all_read(tmp_path):
-    """In one folder, in which "a.PNG" came before "a.png" and was replaced by it."""
+    """Regression: in one folder, "a.PNG" came first and "a.png" replaced it."""
     folder = _put(tmp_path / "in", {"a.PNG": PNG, "a.png": JPEG, "a.txt": "a"})
     [(_, unit)] = open_inputs([folder], "caption").read()
     assert sorted(unit.members) == ["PNG", "png", "txt"]
@@ -594,5 +595,5 @@ def test_a_folder_with_its_manifest_inside_names_the_manifest(tmp_path):
     with pytest.raises(ValueError, match=f"give the manifest itself: {folder}/list.jsonl"):
         open_inputs([folder], "caption")
     assert isinstance(_loaded(f"{folder}/list.jsonl", "caption"), dict)
-    # Of code it may be a file of the project.
+    # In code it may be a file of the project.
     assert open_inputs([_put(tmp_path / "code", {"a.py": "x = 1", **files})], "code").total

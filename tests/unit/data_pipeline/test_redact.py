@@ -1,4 +1,4 @@
-"""Redaction: no byte of the samples is left, every other sample is as it was, whoever holds it."""
+"""Redaction leaves no byte of the samples in any source, and every other sample unchanged."""
 
 import hashlib
 import itertools
@@ -38,7 +38,7 @@ from moonvit3d.geometry import PatchLimits
 from tests.unit.data_pipeline.every_kind import WORDS, filmed, picture, sentence
 
 NAMES = ("pairs", "pairs_2", "pairs_k", "other")
-GONE = {"pairs": ["p3", "p17", "v1"], "pairs_2": ["n2"]}  # n2 is in shards of pairs_2 alone
+GONE = {"pairs": ["p3", "p17", "v1"], "pairs_2": ["n2"]}  # n2 is in shards of pairs_2 only
 CONFIG = DataConfig(
     root="/not/opened", sources={"other": 1.0, "pairs": 2.0}, seq_len=128, rows_per_step=3,
     pack_window=16, tokenizer="words.tiktoken", prefetch_steps=0, fetch_threads=1,
@@ -57,7 +57,7 @@ def crude(prefix, count, seed):
 
 @pytest.fixture
 def root(tmp_path):
-    """A source, one grown from it, one reindexed, and another."""
+    """Build a source, a source grown from it, a reindexed source, and an unrelated source."""
     store, rng = FolderStore(tmp_path / "bucket"), np.random.default_rng(1)
     ranks = train_ranks([WORDS * 3], 300)
     store.put("words.tiktoken", ranks)
@@ -79,14 +79,14 @@ def parts(index, samples):
 
 
 def contents(store, index):
-    """Key -> bytes of each sample's document and files."""
+    """Return key -> bytes of each sample's document and files."""
     return {
         index.key_of(n): read_checked(store, parts(index, [n])) for n in range(index.num_samples)
     }
 
 
 def occurrences(folder, needles):
-    """Files of a folder that hold any of some bytes."""
+    """Return the files of a folder that contain any of the byte strings."""
     return [
         path
         for path in sorted(folder.rglob("*"))
@@ -95,11 +95,11 @@ def occurrences(folder, needles):
 
 
 def needles_of(held, gone):
-    """What to look for: stretches of the documents and files of samples that no other has.
+    """Return byte strings of the redacted documents and files that no other sample contains.
 
     Args:
-        held: source -> key -> its bytes.
-        gone: keys of the samples.
+        held: source -> key -> bytes of the sample.
+        gone: keys of the redacted samples.
     """
     found, others = [], []
     for samples in held.values():
@@ -162,12 +162,12 @@ def test_no_byte_is_left_and_all_else_is_as_it_was(root, tmp_path):
         checks = Checks(None if name == "pairs_k" else tokenizer, decode=True)
         found = [p for report in verify_source(store, index, checks) for p in report.problems]
         assert found == []
-    # Once more: nothing is left to be done.
+    # A second run has nothing left to do.
     assert not plan(store, GONE)
     again = carry_out(store, GONE)
     assert not again.samples
     assert not again.removed
-    # More of the same shards, later.
+    # Later, another sample of the same shards.
     more = carry_out(store, {"pairs_k": ["p4"]})
     assert more.samples == {"pairs": 1, "pairs_2": 1, "pairs_k": 1}
     index = read_index(store, "pairs")
@@ -177,7 +177,7 @@ def test_no_byte_is_left_and_all_else_is_as_it_was(root, tmp_path):
 
 
 def test_samples_are_redacted_in_the_order_in_which_they_are_asked_for(root):
-    """Runs count them by it; in a source that is not named they come as in those that share it."""
+    """Runs number redactions in this order; a source not named uses that of its shards' source."""
     store, _ = root
 
     def order(name):
@@ -193,7 +193,7 @@ def test_samples_are_redacted_in_the_order_in_which_they_are_asked_for(root):
 
 
 def test_each_medium_of_a_sample_is_erased(root):
-    """And the checksums of each are those of zeros: readers find nothing damaged."""
+    """The checksums of all files become those of zeros, so that readers find no damage."""
     store, tokenizer = root
     rng = np.random.default_rng(6)
     many = [picture(rng, "png"), TextSegment("and"), picture(rng, "jpg"), filmed(rng, 6)]
@@ -264,7 +264,7 @@ def test_a_run_goes_on_and_draws_none_of_them(root):
 
 
 def test_a_loader_under_way_reads_on_in_the_new_shards(root, tmp_path, caplog):
-    """All that was not redacted, bit for bit; what was counts as unusable, and says why."""
+    """All other samples stay bit-identical; redacted samples count as unusable with a reason."""
     store, tokenizer = root
     shutil.copytree(store.root, tmp_path / "copy")
     indices = [read_index(store, name) for name in ("other", "pairs")]
@@ -274,7 +274,7 @@ def test_a_loader_under_way_reads_on_in_the_new_shards(root, tmp_path, caplog):
         Loader(CONFIG, FolderStore(tmp_path / "copy"), indices, tokenizer) as alone,
     ):
         for step in range(24):
-            if step in (1, 4):  # the second one replaces shards of the first
+            if step in (1, 4):  # the second redaction replaces shards of the first
                 assert carry_out(store, redactions.pop(0)).removed
             mine, whole = next(running), next(alone)
             table, bad = mine.plan.samples, {one.sample for one in mine.bad}
@@ -296,19 +296,19 @@ def test_a_loader_under_way_reads_on_in_the_new_shards(root, tmp_path, caplog):
 
 
 def test_a_start_that_meets_a_redaction_is_worth_another(root):
-    """It has read the index with the shards that go then."""
+    """The start read the index with the shards that were removed then."""
     store, _ = root
     index = read_index(store, "pairs_2")
     carry_out(store, {"pairs": ["p3"]})
     with pytest.raises(ShardReplaced, match=r"pairs/000000\.tar .* replaced by .*--resume latest"):
         check_shards(store, index)
     store.delete(read_index(store, "pairs_2").shards[0].key)
-    with pytest.raises(MissingKey):  # that is no redaction
+    with pytest.raises(MissingKey):  # a missing key without a redaction
         check_shards(store, read_index(store, "pairs_2"))
 
 
 def test_what_manifests_say_of_shards_cannot_go_in_circles(tmp_path):
-    """Each manifest has a sound form; together they go round."""
+    """Each manifest is well-formed, but together they form a cycle."""
     store, sha = FolderStore(tmp_path), {one: one * 64 for one in "1234"}
     keys = {one: f"a/000000.redacted-{one * 12}.tar" for one in "12"}
     keys |= {one: f"a/000001.redacted-{one * 12}.tar" for one in "34"}
@@ -353,7 +353,7 @@ def test_a_stream_of_raw_samples_goes_on_with_others_in_their_places(root):
 
 
 class Breaking(FolderStore):
-    """A store that gives up after so many changes."""
+    """A store that fails after a number of changes."""
 
     def __init__(self, store, changes):
         super().__init__(store.root)
@@ -390,8 +390,8 @@ def test_a_redaction_that_is_cut_off_leaves_a_sound_root_and_goes_on(root, chang
         for name in NAMES:
             index = read_index(store, name)
             check_shards(store, index)
-    assert cut or changes == 7  # what could not be removed is told, and no error
-    done = carry_out(store, {})  # without being told again, if a manifest was written
+    assert cut or changes == 7  # an object that cannot be removed is reported without an error
+    done = carry_out(store, {})  # no arguments are needed once a manifest was written
     if not any(read_index(store, name).redacted for name in NAMES):
         assert not done.samples
         carry_out(store, GONE)
@@ -405,7 +405,7 @@ def test_a_redaction_that_is_cut_off_leaves_a_sound_root_and_goes_on(root, chang
 
 
 def test_sources_change_before_those_that_were_made_of_them(root):
-    """A redaction that was cut off is taken up from the manifest in the shards' own folder."""
+    """An interrupted redaction resumes from the manifest in the shards' own folder."""
     store, tokenizer = root
     made_of = {"category": "caption", "append_to": "other"}
     ingest(crude("a", 2, 5), store, "a_grown", tokenizer, 150_000, **made_of)
@@ -447,7 +447,7 @@ def test_bad_requests_are_told_in_one_line_and_change_nothing(root, wanted, told
 
 
 def test_samples_are_found_in_every_source_of_their_shards(root):
-    """By where they lie, redacted or not; what is asked of no source here is left out."""
+    """Samples are found by their position, redacted or not; unknown sources are ignored."""
     store, _ = root
     for _ in range(2):
         assert held(store, {"pairs": ["p3"]}) == {"pairs": [3], "pairs_2": [3], "pairs_k": [3]}
@@ -478,7 +478,7 @@ def test_a_hold_keeps_shards_whoever_names_them(root):
     hold = put_hold(store, "pairs", "case-9")
     assert hold.shards == tuple(shard.key for shard in read_index(store, "pairs").shards)
     for keys in (hold.shards, hold.shards[1:], hold.shards[2:]):
-        with pytest.raises(ValueError, match=f": {keys[0]} is under hold"):  # the first of them
+        with pytest.raises(ValueError, match=f": {keys[0]} is under hold"):  # the first held key
             refuse_held(store, keys[::-1])
     for wanted in (GONE, {"pairs_k": ["p3"]}):
         with pytest.raises(ValueError, match=r"pairs/00000\d.tar is under hold 'case-9' since"):
@@ -501,7 +501,7 @@ def test_a_hold_keeps_shards_whoever_names_them(root):
 
 
 def test_a_hold_keeps_a_shard_that_was_replaced(root):
-    """It was put on it while the redaction had changed the manifests and not yet removed it."""
+    """The hold arrives after the redaction has changed the manifests and before the removal."""
     store, _ = root
     key = read_index(store, "other").shards[0].key
     told = {"holds": [{"hold": "case-9", "since": "then", "shards": [key]}]}
@@ -514,7 +514,7 @@ def test_a_hold_keeps_a_shard_that_was_replaced(root):
             return written
 
     before = store.get(key)
-    for where in (Late(store.root), store):  # and as long as the hold stands
+    for where in (Late(store.root), store):  # and on later runs while the hold lasts
         done = carry_out(where, {"other": ["o0"]})
         assert done.kept == [(key, "under hold 'case-9'")]
         assert store.get(key) == before
@@ -540,7 +540,7 @@ def test_a_hold_that_is_put_while_a_redaction_begins_is_kept(root, monkeypatch):
 
 
 def test_ending_a_hold_leaves_the_locks_of_others(monkeypatch):
-    """A bucket's legal hold knows no names: a shard under two holds stays locked."""
+    """A bucket's legal hold has no name: a shard under two holds stays locked."""
     asked: list[tuple[str, bool]] = []
     store = object.__new__(S3Store)
     monkeypatch.setattr(S3Store, "set_hold", lambda self, key, *, on: asked.append((key, on)))
@@ -555,11 +555,11 @@ def test_ending_a_hold_leaves_the_locks_of_others(monkeypatch):
 
 
 def test_a_shard_that_is_no_longer_what_was_replaced_stays(root):
-    """Nor does one go whose redacted one is lost."""
+    """A replaced shard also stays if its redacted successor is lost."""
     store, _ = root
     key = read_index(store, "other").shards[0].key
     data = store.get(key)
-    carry_out(Breaking(store, 3), {"other": ["o0"]})  # the removal is its fourth change
+    carry_out(Breaking(store, 3), {"other": ["o0"]})  # the removal is the fourth change
     assert key in store.list()
     store.put(key, data[:-1] + b"x")
     [(kept, reason)] = carry_out(store, {}).kept
@@ -591,10 +591,10 @@ def test_nobody_writes_in_a_folder_while_replaced_shards_are_removed(root):
 
 
 def test_replaced_shards_stay_while_somebody_else_writes(root, monkeypatch):
-    """In their folder, or a source that may come to name them; they go with the next redaction."""
+    """The writer may be there or in a source that may name them; the next redaction gets them."""
     store, _ = root
     key = read_index(store, "other").shards[0].key
-    carry_out(Breaking(store, 3), {"other": ["o0"]})  # the removal is its fourth change
+    carry_out(Breaking(store, 3), {"other": ["o0"]})  # the removal is the fourth change
     part = store.root / "other" / ".part-0123456789abcdef"
     part.write_bytes(b"a shard of another writer")
     with Claim(store, "other"):

@@ -24,7 +24,7 @@ def shifted(x, y):
 
 
 def survivor(shape, points, matrix, out_w, out_h, min_visible):
-    """Where a region lies or None, as one of two; equal to the plain twin bit for bit."""
+    """Return where a region ends up, or None; checked bit for bit against the slow reference."""
     keep, moved = survivors(
         np.array([POINT, shape]),
         np.array([0, 1, 1 + len(points)]),
@@ -41,7 +41,7 @@ def survivor(shape, points, matrix, out_w, out_h, min_visible):
 
 
 def place(shape, points, x=0.0, y=0.0, min_visible=0.3):
-    """Moved by (x, y) in a frame of 100 x 50."""
+    """Return a region moved by (x, y) in a frame of 100 x 50."""
     return survivor(shape, points, shifted(x, y), 100, 50, min_visible)
 
 
@@ -54,7 +54,8 @@ def test_points_outside_are_dropped():
     assert place(POINT, [[100, 50]]).tolist() == [[100, 50]]
     for x, y in ((-0.1, 3), (100.1, 3), (3, -0.1), (3, 50.1)):
         assert place(POINT, [[x, y]]) is None
-    assert place(POINT, [[100 + 1e-9, -1e-9]]).tolist() == [[100, 0]]  # rounding is no leaving
+    # a rounding error does not move a point outside
+    assert place(POINT, [[100 + 1e-9, -1e-9]]).tolist() == [[100, 0]]
 
 
 def test_boxes_are_clipped_and_dropped_by_what_is_left():
@@ -102,13 +103,13 @@ def test_orientation_follows_quarter_turns():
 
 
 def test_no_coordinate_is_minus_zero():
-    """Its sign would depend on the way it was computed, and hashes see it."""
+    """The sign of zero depends on the way of computing, and hashes include it."""
     minus = np.array([[1.0, -0.0, -0.0], [-0.0, 1.0, -0.0], [0, 0, 1]])
     for shape, points in ((POINT, [[-0.0, 3]]), (BOX, [[-0.0, -0.0], [5, 5]])):
         assert not np.signbit(survivor(shape, points, minus, 9, 9, 0.3)).any()
 
 
-# All at once ------------------------------------------------------------------------------------
+# Random regions ---------------------------------------------------------------------------------
 
 coordinate = st.floats(-30, 130) | st.integers(-10, 120).map(float)
 sizes = st.integers(1, 120)
@@ -189,7 +190,7 @@ def test_thousandths():
     found = to_thousandths([[0, 0], [640, 480], [639.99, 240], [-3, 500], [0.64, 0.4799]], 640, 480)
     assert found.tolist() == [[0, 0], [999, 999], [999, 500], [0, 999], [1, 0]]
     exact = np.arange(1000)
-    for width in (1000, 500, 125):  # whole thousandths stay what they are
+    for width in (1000, 500, 125):  # whole thousandths stay unchanged
         points = np.stack([exact * width, exact * width], 1) / 1000
         assert (to_thousandths(points, width, width)[:, 0] - exact).tolist() == [0] * 1000
 

@@ -1,4 +1,4 @@
-"""Another tokenizer over the same shards: equal to ingesting anew, without reading the media."""
+"""Reindex with another tokenizer: equal to a new ingest, without reading the media."""
 
 import numpy as np
 import pytest
@@ -48,7 +48,7 @@ def test_counting_anew_equals_ingesting_anew(store, tokenizer, workers, monkeypa
     assert not np.array_equal(index.piece_tokens, old.piece_tokens)
     assert not np.array_equal(index.variant_tokens, old.variant_tokens)
     found = read_index(store, "new")
-    # The same shards' bytes, columns and tokenizer: only the keys of the shards differ.
+    # Shards, columns and tokenizer are equal; only the keys of the shards differ.
     assert found.content_hash == index.content_hash == anew.content_hash
     assert (found.tokenizer_name, found.tokenizer_hash) == ("other", OTHER.hash)
     assert found.shards == old.shards

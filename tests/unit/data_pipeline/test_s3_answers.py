@@ -1,4 +1,4 @@
-"""S3 as other servers speak it: their codes, what they lack, and answers that are none."""
+"""S3 dialects: error codes of other servers, features they lack, and malformed answers."""
 
 import time
 from email.utils import formatdate
@@ -27,7 +27,7 @@ PAGE = (200, {"Content-Type": "text/html", "ETag": '"p"'}, b"<!DOCTYPE html><htm
 
 @pytest.fixture
 def s3(monkeypatch):
-    """A store and the server that it asks; "x" holds DATA, and was read once."""
+    """Return a store and its server; "x" holds DATA and was read once."""
     store, server = imitated(monkeypatch)
     server.objects["x"] = DATA
     assert store.get("x", 0, 5) == DATA[:5]
@@ -36,7 +36,7 @@ def s3(monkeypatch):
 
 
 def always(answer, *methods):
-    """Answer every request of some methods so; all without any."""
+    """Give one answer to every request of some methods; without methods, to every request."""
     return lambda asked: answer if asked.method in (methods or (asked.method,)) else None
 
 
@@ -82,7 +82,7 @@ def test_one_skewed_answer_is_signed_anew(s3, call):
         "list": lambda: store.list(),
     }[call]()
     assert done == {"get": DATA, "head": 200, "put": 1, "list": ["x"]}[call]
-    assert len(server.asked) == 3 or call == "head"  # a HEAD's reason is asked for by a GET
+    assert len(server.asked) == 3 or call == "head"  # a GET asks for the reason of a failed HEAD
 
 
 @pytest.mark.parametrize("call", ["get", "head"])
@@ -97,7 +97,7 @@ def test_a_clock_that_stays_wrong_is_told_with_its_difference_and_exit_75(s3, ca
 def test_a_head_that_is_refused_asks_for_the_reason(s3):
     store, server = s3
     server.once(error(403, ""), error(403, "InvalidAccessKeyId"), method="HEAD")
-    assert store.head("x").size == 200  # the GET was answered: the object is there after all
+    assert store.head("x").size == 200  # the GET was answered, so the object exists
     server.odd = always(error(403, "AccessDenied"))
     with pytest.raises(AccessDenied, match="HTTP 403 AccessDenied"):
         store.head("x")
@@ -123,7 +123,7 @@ def test_a_full_store_is_the_users(s3):
     assert exit_code(e.value) == 2
 
 
-# What not every server knows ---------------------------------------------------------------------
+# Features that some servers lack -----------------------------------------------------------------
 
 REFUSALS = {
     "OSS": error(400, "NotImplemented", "A header you provided implies functionality"),
@@ -145,7 +145,7 @@ def test_a_server_without_conditions_is_looked_at_first(s3, refusal, caplog):
 
 
 def test_a_server_that_knew_conditions_is_not_asked_without_them(s3):
-    """A lock is taken by it: one odd refusal must not make two writers of one."""
+    """Locks depend on conditions: one odd refusal must not let two writers hold a lock."""
     store, server = s3
     assert store.put_new("y", b"1")
     server.once(REFUSALS["another"])
@@ -167,7 +167,7 @@ def test_what_is_refused_without_the_header_too_has_another_reason(s3):
 
 @pytest.mark.parametrize("size", [100, 17 << 20])
 def test_a_server_without_checksum_headers_gets_md5(s3, size, caplog):
-    """B2. In parts the upload is begun with a header, too."""
+    """B2 does this. A multipart upload starts with a checksum header, too."""
     store, server = s3
     told = "Unsupported header 'x-amz-checksum-crc32' received for this API call."
     parts: list[bytes] = []
@@ -212,7 +212,7 @@ def test_a_server_that_lists_no_uploads_has_none_that_could_be_told(s3, caplog):
     [error(501, "NotImplemented"), error(400, "InvalidRequest", "Missing ... Content-MD5")],
 )
 def test_a_server_that_deletes_one_at_a_time(s3, refusal):
-    """GCS, StorageGRID. What one is not let go of is told by its key."""
+    """GCS and StorageGRID do this. An object that cannot be deleted is reported by its key."""
     store, server = s3
     keys = [f"d{number}" for number in range(20)]
     server.objects |= dict.fromkeys(keys, b"1")
@@ -246,8 +246,9 @@ def test_an_ignored_if_match_is_noticed_by_the_etag(s3):
     store, server = s3
     with pytest.raises(ObjectChanged, match='expected the version with ETag "old"'):
         store.get("x", 0, 5, etag='"old"')
-    assert [asked.method for asked in server.asked] == ["GET", "HEAD"]  # and that was confirmed
-    assert store.get("x", 0, 5, etag="W/" + etag_of(DATA)) == DATA[:5]  # a proxy made it weak
+    # the HEAD confirms the change
+    assert [asked.method for asked in server.asked] == ["GET", "HEAD"]
+    assert store.get("x", 0, 5, etag="W/" + etag_of(DATA)) == DATA[:5]  # a proxy weakened the ETag
 
 
 def test_a_store_that_is_away_is_not_one_without_holds(s3):
@@ -383,7 +384,7 @@ def test_markers_of_folders_are_passed_over(monkeypatch):
 
 
 def versions(*entries):
-    """A page of ListObjectVersions."""
+    """Return a page of ListObjectVersions."""
     return 200, {}, f"<ListVersionsResult>{''.join(entries)}</ListVersionsResult>".encode()
 
 
@@ -393,12 +394,12 @@ def version(key, kind="Version", mark="1", newest=""):
 
 
 def deleted(key):
-    """An old version under a marker of its deletion."""
+    """Return an old version under a delete marker."""
     return version(key, newest="false") + version(key, "DeleteMarker", "2", "true")
 
 
 def test_an_object_is_deleted_only_where_the_server_says_so(s3):
-    """Old versions of deleted objects are collected; those of a server without marks are not."""
+    """Old versions of deleted objects are collected, unless the server sends no IsLatest marks."""
     store, server = s3
     there = version("a", newest="true") + version("a", "DeleteMarker", "0", "false")
     for entries in ((version("a"),), (there,), (version("a", newest="false"),)):
@@ -406,7 +407,7 @@ def test_an_object_is_deleted_only_where_the_server_says_so(s3):
         assert [(one.key, one.mark) for one in store.bygone()] == [("b", "1")]
 
 
-# Answers that are none ---------------------------------------------------------------------------
+# Malformed answers ------------------------------------------------------------------------------
 
 ODD = {
     "an error body": (200, {}, b"<Error><Code>InternalError</Code></Error>"),
@@ -465,7 +466,7 @@ CALLS = {
 DONE = (200, True, 2, ["x"], [], DATA)
 
 
-# A HEAD has no body to be told by.
+# A HEAD has no body that shows the fault.
 PAIRS = [
     (call, name)
     for call in CALLS
@@ -507,7 +508,8 @@ def test_a_cut_off_listing_without_an_end_is_given_up(s3):
     with pytest.raises(StoreUnavailable, match="cut off and does not say where it goes on"):
         store.list()
     assert len(server.asked) < 10
-    server.odd = lambda asked: listing(["x"], token=f"t{len(server.asked)}")  # others, same keys
+    # other pages, same keys
+    server.odd = lambda asked: listing(["x"], token=f"t{len(server.asked)}")
     with pytest.raises(StoreUnavailable, match="cut off and does not say"):
         store.list()
     text = listing([])[2].replace(b"false", b"true")
@@ -560,13 +562,13 @@ def test_a_number_of_thousands_of_digits_is_a_wrong_answer(s3, header):
 
 
 def removal(*errors):
-    """An answer to DeleteObjects with an error for each (key, code)."""
+    """Return an answer to DeleteObjects with an error for each (key, code)."""
     entries = (f"<Error><Key>{key}</Key><Code>{code}</Code></Error>" for key, code in errors)
     return 200, {}, f"<DeleteResult>{''.join(entries)}</DeleteResult>".encode()
 
 
 def answering(answers):
-    """Answer requests for many removals so, one after the other; the bucket has no versions."""
+    """Answer bulk deletions with these answers in turn; the bucket has no versions."""
 
     def answer(asked):
         if "versions" in asked.query:
@@ -577,7 +579,7 @@ def answering(answers):
 
 
 def test_an_object_that_could_not_be_removed_for_a_moment_is_removed(s3):
-    """An answer 200 to DeleteObjects holds passing errors for some of its objects, too."""
+    """A DeleteObjects answer with status 200 may hold transient errors for some objects."""
     store, server = s3
     server.objects |= {"y": b"1", "z": b"2"}
     server.odd = answering([removal(("x", "InternalError"), ("y", "AccessDenied"))])
@@ -598,7 +600,7 @@ def test_an_answer_about_other_removals_is_not_taken(s3, odd):
 
 
 def test_keys_of_another_listing_are_not_taken(s3):
-    """A proxy's cache answers with another folder: its keys must not be removed in this one's."""
+    """A proxy's cache answers for another folder: its keys must not be removed in this folder."""
     store, server = s3
     server.once(listing(["other/y"]))
     assert store.list("x") == ["x"]
@@ -615,7 +617,7 @@ def test_an_etag_that_another_answer_brought_does_not_end_a_run_of_the_same_obje
 
 
 def test_a_server_that_never_spoke_s3_is_believed_at_once(monkeypatch):
-    """A misspelt endpoint is a user's: who starts need not wait two minutes."""
+    """A misspelt endpoint is a user error: the start must not wait two minutes for it."""
     store, server = imitated(monkeypatch)
     server.odd = always(ODD["a page of a proxy"])
     for call in (store.get, store.head):

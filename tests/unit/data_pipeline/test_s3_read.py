@@ -1,4 +1,4 @@
-"""One read of S3 and the names of its failures, without a server. With one: tests/fault."""
+"""One S3 read and the names of its failures, without a server; tests/fault uses a server."""
 
 import pytest
 import urllib3.exceptions
@@ -12,7 +12,7 @@ from data_pipeline.store.s3_read import BodyRead
 
 
 class Body:
-    """What botocore hands out: a context manager around a stream."""
+    """The body object of botocore: a context manager around a stream."""
 
     def __init__(self, pieces):
         self._pieces, self.closed = list(pieces), False
@@ -74,7 +74,7 @@ def test_a_break_after_the_last_byte_is_none():
         ("bytes 0-9/20 came", {"ContentRange": "bytes 0-9/20"}),
         ("bytes 5-12/20 came", {"ContentRange": "bytes 5-12/20", "size": 8}),  # short
         ("bytes 5-17/20 came", {"ContentRange": "bytes 5-17/20", "size": 13}),  # long
-        ("with Content-Length 4", {"size": 4}),  # packed, perhaps
+        ("with Content-Length 4", {"size": 4}),  # perhaps compressed
     ],
 )
 def test_an_answer_to_another_request_is_asked_for_again(told, reply):
@@ -92,7 +92,7 @@ def test_another_version_is_no_answer():
 
 def test_a_range_past_the_end_and_one_without_a_length_are_answers():
     assert _read([b"567"], ContentRange="bytes 5-7/8", size=3).pieces == [b"567"]
-    assert _read([b"0123456789"], ContentLength=None).error is None  # the range says it
+    assert _read([b"0123456789"], ContentLength=None).error is None  # the range gives the length
 
 
 def _whole(**reply):
@@ -178,7 +178,7 @@ def test_what_a_failure_means(error, meaning, reason):
 
 
 def test_an_answer_without_a_body_does_not_say_its_status_twice():
-    # An answer to HEAD: botocore takes the status for the code, other servers leave it out.
+    # For HEAD answers, botocore uses the status as the code; other servers omit the code.
     assert _judge(_client_error(403, "403")) == ("denied", "HTTP 403", False)
     assert _judge(_client_error(404, "")) == ("missing", "HTTP 404", False)
 

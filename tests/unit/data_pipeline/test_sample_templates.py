@@ -1,4 +1,4 @@
-"""Short forms of every category: the document's examples, real data, and what is refused."""
+"""Short forms of every category: the document's examples, real data, and refused input."""
 
 import json
 import re
@@ -30,7 +30,7 @@ def test_every_category_has_a_form_and_an_example():
 
 
 def _from_manifest(folder, lines, category, store, tokenizer):
-    """The documents that a manifest becomes."""
+    """Ingest a manifest; return the index and the documents."""
     (folder / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     reader = open_inputs([str(folder / "lines.jsonl")], category)
     index = ingest(reader, store, category, tokenizer, category=category)
@@ -40,7 +40,7 @@ def _from_manifest(folder, lines, category, store, tokenizer):
 
 
 def _texts(value) -> list[str]:
-    """All texts in a record or in segments: what is no name of a field, kind, file or role."""
+    """Return all texts of a record or its segments, without field names, kinds, files and roles."""
     if isinstance(value, str):
         return [] if re.fullmatch(r"[\w/.-]+\.(jpg|png|mp4)", value) else [value]
     if isinstance(value, dict):
@@ -67,7 +67,7 @@ def test_the_examples_of_the_documentation_are_ingested(tmp_path, store, tokeniz
     for line, document in zip(lines, documents):
         assert document["meta"] == line.get("meta", {})
         told = "".join(_texts(document["segments"]))
-        assert all(text in told for text in _texts(line))  # nothing of a text is lost
+        assert all(text in told for text in _texts(line))  # no text is lost
     if category == "caption":
         shown = re.search(
             r"The first line becomes\n\n```json\n(.*?)```", DOCUMENT.read_text(), re.S
@@ -192,7 +192,7 @@ def test_what_is_no_form_is_refused_with_what_is_known(reason):
 
 
 def _digit_pages(folder, count):
-    """Pages of scanned digits with their labels and boxes."""
+    """Write pages of scanned digits; return (file, labels, boxes) of each."""
     found = []
     scans = digits.load_scans()
     for page in digits.pages(scans, 0, purpose="digits", count=count, most=4):
@@ -285,7 +285,7 @@ def test_real_data_of_every_category(tmp_path, store, tokenizer, category):
     index, documents = _from_manifest(tmp_path, lines, category, store, tokenizer)
     assert index.category == category
     bearing = category in ("agent", "code", "knowledge", "ocr")
-    if category == "caption":  # the first one's second wording names a side
+    if category == "caption":  # the second wording of the first sample names a side
         assert index.flip_ok.tolist() == [False, True, True]
         assert index.turn_ok.tolist() == [False, True, True]
     elif category == "ocr":

@@ -1,4 +1,4 @@
-"""Shards as other people's tools read them: tarfile and webdataset."""
+"""Shards as external tools read them: tarfile and webdataset."""
 
 import hashlib
 import io
@@ -57,7 +57,7 @@ def test_offsets_and_checksums_point_at_the_bytes():
 
 
 def test_isal_counts_as_zlib_does():
-    """Every index written so far holds zlib's numbers."""
+    """Every index written so far holds zlib's values."""
     rng = np.random.default_rng(0)
     for size in (*range(66), *rng.integers(66, 300_000, 60).tolist()):
         data = rng.bytes(size)
@@ -129,4 +129,4 @@ def test_a_framed_sample_is_the_same_wherever_it_stands():
         start = members[0].offset - framed.members[0].offset
         assert [Member(start + m.offset, m.length, m.crc) for m in framed.members] == members
         assert builder.finish().data[start : start + len(framed.data)] == framed.data
-        builder.append(b"\0" * 1024)  # the next one stands elsewhere
+        builder.append(b"\0" * 1024)  # the next sample gets another offset

@@ -1,4 +1,4 @@
-"""One copy of an index for the processes of a node: the same columns, gone with the last."""
+"""One copy of an index for the processes of a node: equal columns, removed with its last user."""
 
 import errno
 import json
@@ -62,7 +62,7 @@ def assert_equal(found: SourceIndex, wanted: SourceIndex) -> None:
     )
     for name in (*told, "content_hash", "num_samples"):
         assert getattr(found, name) == getattr(wanted, name)
-    assert replace(found).content_hash == wanted.content_hash  # computed anew from the columns
+    assert replace(found).content_hash == wanted.content_hash  # recomputed from the columns
 
 
 def test_the_copy_is_the_index(store, node):
@@ -76,7 +76,7 @@ def test_the_copy_of_a_redacted_source_knows_what_was_redacted_in_it(store, node
     noted = {"made_as": made_as, "samples": [7, 2], "replaced": []}
     text = json.dumps(manifest | {"content_hash": index.content_hash, "redacted": noted})
     store.put(manifest_key("made"), text.encode())
-    for _ in range(2):  # who reads it, and who maps what is there
+    for _ in range(2):  # first the process that reads it, then a process that maps it
         found = read_shared_index(store, "made", (node,))
         assert (found.redacted, found.made_as, found.identity) == ((7, 2), made_as, made_as)
         assert_equal(found, read_index(store, "made"))
@@ -91,7 +91,7 @@ def test_a_source_without_samples_can_be_shared(tmp_path, node):
 
 def test_it_is_read_once_and_gone_with_the_last_who_uses_it(store, node, monkeypatch):
     first = read_shared_index(store, "made", (node,))
-    monkeypatch.setattr(shared, "read_index", None)  # not called again
+    monkeypatch.setattr(shared, "read_index", None)  # a second read would fail
     second = read_shared_index(store, "made", (node,))
     assert_equal(second, first)
     del first
@@ -106,7 +106,7 @@ def _sum(root: Path, node: Path) -> tuple[int, str]:
 
 
 def test_processes_that_come_together_have_the_same(store, node, tmp_path):
-    """And none of them fails or leaves anything behind."""
+    """No process fails or leaves a file behind."""
     wanted = read_index(store, "made")
     with multiprocessing.get_context("spawn").Pool(3) as pool:
         found = pool.starmap(_sum, [(tmp_path / "data", node)] * 6)
@@ -145,11 +145,12 @@ def test_a_full_folder_is_passed_over(store, node, tmp_path, monkeypatch):
     other = tmp_path / "other"
     other.mkdir()
     wanted = read_index(store, "made")
-    held = shared.NodeFolder(node, f"index-{wanted.content_hash}", 1.0)  # by others of the node
+    # held by other processes of the node
+    held = shared.NodeFolder(node, f"index-{wanted.content_hash}", 1.0)
     for _ in range(2):  # the second process does not try again
         assert_equal(read_shared_index(store, "made", (node, other)), wanted)
     assert sum(node in Path(path).parents for path in calls) == 1
-    assert not (held.path / "part").exists()  # the full folder has its bytes back
+    assert not (held.path / "part").exists()  # the partial copy in the full folder was removed
     held.close()
 
 

@@ -23,7 +23,7 @@ from tests.worker_jobs import arrays_of
 
 @pytest.fixture
 def memory_files():
-    """How many anonymous files this process holds beside those that other tests left to it."""
+    """Return a counter of this process's anonymous files, not counting those of earlier tests."""
     gc.collect()
     before = worker_jobs.memory_files()
     return lambda: worker_jobs.memory_files() - before
@@ -39,7 +39,7 @@ def ends():
 
 
 def carry(ends, value):
-    """Send, receive, release what is free; all in one thread, so segments only or small ones."""
+    """Send, receive and release in one thread, so only segments or small messages fit."""
     sender, receiver = ends
     sender.send(sender.pack(value))
     loaded = receiver.receive().load()
@@ -86,7 +86,7 @@ def test_arrays_are_views_of_one_mapping(ends, memory_files):
     both = [a.__array_interface__["data"][0] for a in (first, second)]
     assert 0 < both[1] - both[0] < 2 * INLINE
     assert not any(address % 64 for address in both)
-    assert memory_files() == 2  # the sender's and the receiver's
+    assert memory_files() == 2  # one of the sender, one of the receiver
 
 
 def test_a_segment_is_used_again_only_when_no_array_is_left(ends):
@@ -95,7 +95,7 @@ def test_a_segment_is_used_again_only_when_no_array_is_left(ends):
     address = other.__array_interface__["data"][0]
     assert held.tolist() == [2] * 4
     del other
-    third = carry(ends, large(4))  # `other` was given back after this was packed
+    third = carry(ends, large(4))  # packed before `other` was given back
     fourth = carry(ends, large(5))
     assert fourth.__array_interface__["data"][0] == address
     assert held.tolist() == [2] * 4
@@ -161,7 +161,7 @@ def test_no_descriptor_is_left(ends):
     before = len(os.listdir("/proc/self/fd"))
     for i in range(20):
         carry(ends, large(i))
-    assert len(os.listdir("/proc/self/fd")) <= before + 3  # those of one more segment
+    assert len(os.listdir("/proc/self/fd")) <= before + 3  # descriptors of one more segment
 
 
 def test_no_descriptors_left_is_said(ends):

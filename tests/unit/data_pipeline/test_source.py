@@ -1,4 +1,4 @@
-"""Lengths under augmentation; split, shrunk, refused samples; quarantine: against plain twins."""
+"""Lengths under augmentation, splitting, shrinking and quarantine, against slow references."""
 
 import numpy as np
 import pytest
@@ -90,7 +90,7 @@ def test_epochs_differ_and_a_seed_too(index):
 
 
 def test_details_say_what_the_plan_counted(index):
-    """Pieces as they will be written have the tokens the plan reserved for them."""
+    """Every written piece has the number of tokens that the plan reserved for it."""
     source = Source(index, CONFIG)
     drawn = source.draw(np.arange(300))
     whole = np.flatnonzero(~np.array([source.is_split(s) for s in drawn.sample.tolist()]))
@@ -193,7 +193,7 @@ def test_too_many_unusable_samples_are_an_error_of_the_data():
     planner = Planner([made_index("web", [2], 2, text=(3, 30))], config)
     before = planner._quarantine
     planner.quarantine(0, 0, step=0)
-    assert before == ()  # another thread may be reading it: never changed in place
+    assert before == ()  # another thread may be reading the old tuple: it must not change in place
     with pytest.raises(TooManyUnusable, match="data.max_quarantined=1 samples are unusable"):
         planner.quarantine(0, 1, step=0)
 
@@ -203,7 +203,7 @@ def test_what_does_not_fit_a_row_is_told(index, shrink):
     config = CONFIG.replace(augment={}, shrink_media=shrink, split_text=False, seq_len=120)
     planner = Planner([index], config)
     (source,) = planner.sources
-    # By the slow twin: which samples fit as they are, and which at some level of shrinking.
+    # The slow reference decides which samples fit unshrunk and which fit at some shrink level.
     lengths = {
         (sample, level): len(slow_sample(index, sample, limits_at(LIMITS, level))[0])
         for sample in range(index.num_samples)
@@ -225,7 +225,7 @@ def test_what_does_not_fit_a_row_is_told(index, shrink):
 
 
 def test_units_count_every_sample_by_its_parts():
-    """Against a list of them all; the first samples and the last may be the odd ones, or not."""
+    """Compare with a list of all units; the first and last samples may have an odd count."""
     for seed in range(30):
         rng = np.random.default_rng(seed)
         parts = rng.choice([0, 1, 1, 1, 3], rng.integers(1, 12))

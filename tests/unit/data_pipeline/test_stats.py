@@ -1,4 +1,4 @@
-"""Figures of sources against slow plain counting, and duplicates that were planted."""
+"""Statistics of sources against slow plain counting, and planted duplicates."""
 
 import math
 
@@ -137,14 +137,15 @@ def planted(tokenizer, store) -> tuple[FolderStore, list[SourceIndex]]:
     clip = mp4(10)
     one = [
         CrudeSample("a", [picture(1), TextSegment("first")]),
-        CrudeSample("b", [picture(1), TextSegment("second")]),  # the picture of a
+        CrudeSample("b", [picture(1), TextSegment("second")]),  # the image of a
         CrudeSample("c", [TextSegment("same"), picture(2), picture(3)]),
         CrudeSample("d", [TextSegment("same"), picture(3), picture(2)]),  # in another order
         CrudeSample("e", [VideoSegment(clip), TextSegment("clip")]),
         CrudeSample("f", [TextSegment("alone")]),
     ]
     two = [
-        CrudeSample("z", [TextSegment("same"), picture(2), picture(3)]),  # c in another source
+        # equal to c in another source
+        CrudeSample("z", [TextSegment("same"), picture(2), picture(3)]),
         CrudeSample("y", [TextSegment("alone")]),
         CrudeSample("x", [TextSegment("aloft")]),
         CrudeSample("w", [VideoSegment(clip), TextSegment("clip")], {"but": "another document"}),
@@ -172,7 +173,7 @@ def test_equal_media_and_samples_are_found_across_sources(planted):
 
 
 def test_an_equal_crc_alone_is_no_duplicate(tokenizer, store):
-    """The filter lets it through, the SHA-256 decides. These two words have one CRC-32."""
+    """Equal CRC-32s pass the filter, but the SHA-256 decides. These two words have one CRC-32."""
     samples = [CrudeSample(word, [TextSegment(word)]) for word in ("plumless", "buckeroo")]
     index = ingest(samples, store, "words", tokenizer)
     assert index.json_crc[0] == index.json_crc[1]

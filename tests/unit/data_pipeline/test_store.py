@@ -127,10 +127,11 @@ def test_a_store_in_memory_notices_that_an_object_is_another_one_than_before():
     first = mine.head("a").etag
     assert mine.get("a") == b"one"
     theirs.put("a", b"two")
-    for _ in range(2):  # it stays an error
+    for _ in range(2):  # the error repeats
         with pytest.raises(ObjectChanged, match=f"memory://shared/a: expected .*{first}"):
             mine.get("a", 0, 1)
-    assert mine.get("a", etag=mine.head("a").etag) == b"two"  # as one who knows may ask
+    # an explicit ETag reads the new version
+    assert mine.get("a", etag=mine.head("a").etag) == b"two"
     theirs.put("a", b"one")
     assert mine.get("a") == b"one"
     mine.put("a", b"own")
@@ -139,9 +140,9 @@ def test_a_store_in_memory_notices_that_an_object_is_another_one_than_before():
 
 def test_first_versions_are_kept_for_the_keys_read_last():
     versions = Versions(limit=2)
-    for key in ("a", "b", "a", "c"):  # b goes
+    for key in ("a", "b", "a", "c"):  # b is evicted
         versions.check("u", key, "1")
-    versions.check("u", "b", "2")  # c stays, a goes
+    versions.check("u", "b", "2")  # c stays, a is evicted
     with pytest.raises(ObjectChanged, match="u/c: expected the version with ETag 1"):
         versions.check("u", "c", "2")
     versions.check("u", "a", "2")
@@ -217,7 +218,7 @@ def test_get_many_equals_plain_reads_and_merges_neighbours(store):
 
 
 def _merged_one_by_one(spans, max_gap, most=16 << 20):
-    """The plain twin of merge_spans: one span after the other."""
+    """Merge spans one after the other: the slow reference of merge_spans."""
     groups, parts = [], []
     for number in sorted((n for n, s in enumerate(spans) if s.length), key=lambda n: spans[n]):
         span = spans[number]
@@ -238,7 +239,7 @@ def _merged_one_by_one(spans, max_gap, most=16 << 20):
 def test_spans_are_merged_as_one_by_one(gap):
     rng = random.Random(gap)
     for size in (1, 7, 300):
-        for longest in (10, 4000, 9 << 20, 40 << 20):  # the last ones are longer than one read
+        for longest in (10, 4000, 9 << 20, 40 << 20):  # the largest spans exceed one read
             spans = [
                 Span(rng.choice("zyx"), rng.randrange(200 * longest), rng.randrange(longest))
                 for _ in range(size)
@@ -298,7 +299,7 @@ def test_counts_are_exact_under_threads(store):
         (501, "NotImplemented", "unsupported"),
         (400, "NotImplemented", "unsupported"),  # OSS
         (403, "RequestTimeTooSkewed", "skewed"),
-        (403, "InvalidAccessKeyId", "expired"),  # rotated, perhaps
+        (403, "InvalidAccessKeyId", "expired"),  # perhaps rotated
         (400, "IncompleteBody", "again"),
         (409, "ConditionalRequestConflict", "again"),
         (507, "", "full"),
@@ -310,7 +311,7 @@ def test_counts_are_exact_under_threads(store):
         (418, "Unheard", "refused"),
         (400, "ExpiredToken", "expired"),
         (403, "InvalidToken", "expired"),
-        (400, "400", "refused"),  # HEAD: a GET asks why
+        (400, "400", "refused"),  # HEAD: a GET asks for the reason
         (400, "InvalidArgument", "refused"),
         (403, "SignatureDoesNotMatch", "denied"),
         (404, "NoSuchBucket", "no_bucket"),
@@ -396,7 +397,7 @@ def test_an_object_that_is_deleted_is_gone_and_may_be_deleted_again(kind, tmp_pa
 
 
 def test_an_error_names_the_server_that_was_asked(monkeypatch):
-    """Who forgot the endpoint has asked Amazon, and is told so. No request leaves this machine."""
+    """Without an endpoint, Amazon is asked, and the error says so. No request leaves the host."""
     for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL", *KEYS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -419,7 +420,7 @@ def test_an_error_names_the_server_that_was_asked(monkeypatch):
 def test_a_folder_s_objects_are_shared_as_far_as_the_umask_lets_them_be(tmp_path, umask):
     before = os.umask(umask)
     try:
-        (tmp_path / "plain").write_bytes(b"x")  # as any program's files
+        (tmp_path / "plain").write_bytes(b"x")  # mode of an ordinary program's file
         FolderStore(tmp_path).put("a/b", b"x")
     finally:
         os.umask(before)
@@ -428,7 +429,7 @@ def test_a_folder_s_objects_are_shared_as_far_as_the_umask_lets_them_be(tmp_path
 
 
 class Away:
-    """A file system whose reads fail for a while, each in a way that real ones have."""
+    """A file system whose reads fail for a while, each with an error that real ones raise."""
 
     def __init__(self, monkeypatch, number=errno.EIO):
         self.times, self.number, self.slept = 0, number, 0.0

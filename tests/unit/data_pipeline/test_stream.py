@@ -32,7 +32,7 @@ CONFIG = StreamConfig(batch_size=6, seed=5, shard_window=2)
 
 
 class Remote:
-    """A store that is not a folder, and notes what is read; from another one."""
+    """A non-folder store that records the reads of an inner store."""
 
     def __init__(self, inner):
         self.uri, self._inner = "remote", inner
@@ -46,9 +46,9 @@ class Remote:
 
 
 def write_source(store, name, shards, kinds=(KIND_IMAGE,), body=None):
-    """`shards` samples in each shard; sample i has i % (most + 1) media files of the given kinds.
+    """Write `shards` samples in each shard; sample i has i % (len(kinds) + 1) media of `kinds`.
 
-    A video counts three chunks, though its bytes may be no video.
+    A video counts three chunks, although its bytes may be no video.
     """
     offsets, crcs, lengths, items, pointer, places, infos = [], [], [], [], [0], [], []
     number = 0
@@ -90,7 +90,7 @@ def write_source(store, name, shards, kinds=(KIND_IMAGE,), body=None):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """A folder with three sources: images, text only, and a video beside an image."""
+    """Build a folder with three sources: images, text only, and a video with an image."""
     store = FolderStore(tmp_path_factory.mktemp("stream"))
     return store, [
         write_source(store, "pics", [7, 5, 0, 9, 6]),
@@ -100,7 +100,7 @@ def built(tmp_path_factory):
 
 
 def plain(batch):
-    """What a batch holds, as comparable values."""
+    """Return the content of a batch as comparable values."""
     columns = (batch.source, batch.key, batch.document, batch.media, batch.index, batch.epoch)
     return [(*sample, int(index), int(epoch)) for *sample, index, epoch in zip(*columns)]
 
@@ -111,7 +111,7 @@ def taken(stream, steps):
 
 
 class Stepping:
-    """A stream with the `next` that the shared test of resuming wants, by batches or samples."""
+    """Gives a stream the `next` that the shared resume test needs, by batches or samples."""
 
     def __init__(self, stream, taken=SampleStream.batches):
         self.stream, self._taken, self._running = stream, taken, None
@@ -132,7 +132,7 @@ class Stepping:
 
 
 def slowly(store, indices, shares, config, positions):
-    """The same samples one at a time, by the definition of the order and with Python's tarfile."""
+    """Return the same samples one at a time, by the definition of the order and with tarfile."""
     indices = sorted(indices, key=lambda index: index.name)
     files = {}
     for index in indices:
@@ -251,7 +251,7 @@ def test_a_new_blend_holds_from_the_next_step_on(built):
     assert sum(found[:10], []) == before
     after = sum(found[10:], [])
     assert 0.95 < np.mean([sample[0] == "words" for sample in after]) <= 0.99
-    # Each source goes on where it was: no sample of its epoch is left out or comes twice.
+    # Each source continues where it was: no sample of its epoch is missing or repeated.
     words = [sample for sample in sum(found, []) if sample[0] == "words"]
     alone = replace(CONFIG, num_samples=len(words))
     assert words == sum(taken(SampleStream(store, indices[1:2], alone), 999), [])
@@ -426,7 +426,7 @@ def test_closing_ends_the_threads(built):
 
 
 def by_webdataset(store, indices):
-    """(url, key) -> the sample, as webdataset's own reader has it, but for the path of a file."""
+    """Return (url, key) -> sample from webdataset's own reader, without the local path."""
     urls = [f"{store.uri}/{shard.key}" for index in indices for shard in index.shards]
     found = wds.WebDataset(urls, shardshuffle=False, empty_check=False)
     samples = [{k: v for k, v in sample.items() if k != "__local_path__"} for sample in found]
@@ -490,7 +490,7 @@ def test_samples_resume_after_every_step_and_begin_a_step_again(built):
 def test_workers_take_every_so_manieth_step(
     built, monkeypatch, num_workers, world_size, num_samples
 ):
-    """The DataLoader takes a batch of each worker in turn: all together are the order of one."""
+    """The DataLoader reads batches from its workers in turn: together they keep the order."""
     store, indices = built
     config = replace(BLENDED, num_samples=num_samples)
     alone = taken(SampleStream(store, indices, config), 11)
@@ -511,7 +511,7 @@ def test_workers_take_every_so_manieth_step(
 
 
 class Loader:
-    """Batches of samples, as a DataLoader would hand them over, some read ahead."""
+    """Batches of samples as a DataLoader delivers them, some read ahead."""
 
     def __init__(self, stream, batch_size):
         self.batch_size, self._samples = batch_size, list(islice(pickled(stream), 90))
@@ -567,7 +567,7 @@ def test_a_worker_begins_though_its_parent_has_not_ended(built, monkeypatch):
 
 
 def test_a_forked_copy_closes_nothing_of_its_parent(built, monkeypatch):
-    """A lock of the parent that was held at the fork is held in the copy for ever."""
+    """A parent lock that was held at the fork stays held in the child for ever."""
     store, indices = built
     names = [index.name for index in indices]
     with SampleStream(store.uri, names, replace(BLENDED, workers=1)) as stream:
@@ -728,7 +728,7 @@ def test_sources_ranks_and_shares_are_checked(built):
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_no_more_requests_at_once_than_threads(monkeypatch, whole):
-    """However many pieces the shards have."""
+    """The limit holds for any number of pieces per shard."""
     monkeypatch.setattr(extents, "MAX_PIECE", 1000)
     bodies = {f"{n}.tar": bytes([n]) * 7700 for n in range(6)}
     store = Counting(bodies)
@@ -749,7 +749,7 @@ def test_no_more_requests_at_once_than_threads(monkeypatch, whole):
 
 
 class Counting:
-    """A store that counts requests, and those at once; the first ones wait for a third."""
+    """A store that counts requests in total and in flight; the first requests wait for a third."""
 
     uri = "counting"
 
@@ -763,7 +763,7 @@ class Counting:
             self.now, self.count = self.now + 1, self.count + 1
             self.most = max(self.most, self.now)
         self._three.wait(30)  # 48 requests are sixteen times three
-        time.sleep(0.001)  # a fourth, if there may be one, comes meanwhile
+        time.sleep(0.001)  # a fourth concurrent request would arrive meanwhile
         with self._lock:
             self.now -= 1
         return self._bodies[key][offset : offset + length]
@@ -779,7 +779,7 @@ def test_spans_are_merged_into_ranges():
         assert np.array_equal(in_shard[owner], shard)
         assert (begin[owner] <= offset).all()
         assert (offset + length <= (begin + size)[owner]).all()
-        # Each range begins and ends with a span, neighbours are further apart than the gap ...
+        # Each range begins and ends with a span, and neighbours are further apart than the gap.
         for number in range(len(begin)):
             mine = owner == number
             assert offset[mine].min() == begin[number]
@@ -789,7 +789,7 @@ def test_spans_are_merged_into_ranges():
                 if one != other and in_shard[one] == in_shard[other]:
                     low, high = sorted((one, other), key=lambda r: begin[r])
                     assert begin[high] - begin[low] - size[low] > gap
-        # ... and they come in the order in which they are needed.
+        # The ranges come in the order of first use.
         first_uses = np.unique(owner, return_index=True)[1]
         assert np.array_equal(first_uses, np.sort(first_uses))
     none = np.zeros(0, np.int64)

@@ -1,4 +1,4 @@
-"""`data sync` between folders: what is copied, what a second sync costs, what is refused."""
+"""`data sync` between folders: copied files, the cost of a second sync, and refusals."""
 
 import json
 import random
@@ -37,7 +37,7 @@ def made(tmp_path_factory) -> FolderStore:
 
 @pytest.fixture
 def source(made, tmp_path) -> FolderStore:
-    """A copy that a test may damage."""
+    """Return a copy that a test may damage."""
     shutil.copytree(made.root, tmp_path / "a")
     return FolderStore(tmp_path / "a")
 
@@ -48,7 +48,7 @@ def target(tmp_path) -> FolderStore:
 
 
 class Watched(FolderStore):
-    """A folder that notes what is asked of it."""
+    """A folder that records its requests."""
 
     def __init__(self, root):
         super().__init__(root)
@@ -98,7 +98,7 @@ def test_a_source_comes_with_shards_of_others_and_its_own_tokenizer(made, target
     shards = {f"captions/{n:06d}.tar" for n in range(SHARDS)}
     own = {f"captions_k2/{name}" for name in ("index.parquet", "manifest.json", "provenance.json")}
     assert found == shards | own | {"tokenizer/other.tiktoken"}
-    # Then the source whose shards these are: they are compared, not copied.
+    # Then sync the source that owns these shards: they are compared, not copied.
     report = sync(made, target, ["captions"])
     assert report.copied == len({"index", "provenance", "rejected", "tokenizer"})
     assert report.there == SHARDS
@@ -111,7 +111,7 @@ def test_the_next_version_copies_what_is_new(made, target):
     report = sync(made, watched, ["captions_2"])
     assert report.copied == 3 + len({"index", "provenance", "rejected"})
     old = [how for how, key in watched.asked if key.startswith("captions/0")]
-    # Its manifest vouches for them; once more when the names are taken.
+    # Its manifest vouches for the shards; they are checked again after the claim.
     assert old == ["head"] * 2 * SHARDS
     assert assert_whole(target) == ["captions", "captions_2"]
 
@@ -124,7 +124,7 @@ def test_nothing_to_do_costs_a_head_for_each_shard(made, target):
     assert [how for how, key in there.asked if key.endswith(".tar")] == ["head"] * shards
     assert not [key for _, key in here.asked if key.endswith(".tar")]
     assert not [key for how, key in there.asked + here.asked if how == "put"]
-    # Of them one asks how large a manifest is, before it is read.
+    # One of them checks the size of a manifest before it is read.
     assert len(there.asked) <= shards + 9 * len(ALL)
 
 
@@ -147,7 +147,7 @@ def test_what_is_missing_beside_a_manifest_is_completed(made, target):
 
 
 def test_planted_flips_are_found_on_either_side(source, target):
-    """20 of 20: ten in the source before a copy, ten in a copy that was complete."""
+    """20 of 20 flips are found: ten in the source before a copy, ten in a complete copy."""
     draw = random.Random(0)
     keys = [f"captions/{n:06d}.tar" for n in range(SHARDS)] + [
         "captions/index.parquet", "captions/manifest.json"
@@ -225,7 +225,7 @@ def test_a_target_that_takes_wrong_bytes_is_found(made, target):
     assert assert_whole(target) == ["captions"]
 
 
-# What is refused --------------------------------------------------------------------------------
+# Refusals ---------------------------------------------------------------------------------------
 
 
 def refused(source, target, wanted, kind, message):
@@ -335,18 +335,18 @@ def test_one_writer_at_a_time(made, target, monkeypatch):
 
 
 def test_the_folders_of_shards_are_claimed_with_the_source_s_own(made, target, monkeypatch):
-    """Whoever redacts or collects there must not meet a sync that copies shards into them."""
+    """A redaction or collection in those folders must not overlap a sync that copies shards."""
     monkeypatch.setattr(claim, "_SETTLE_S", 0.0)
     with Claim(target, "captions"), pytest.raises(NameTaken, match="captions is being written by"):
         sync(made, target, ["captions_k2"])
     assert target.list() == []
     sync(made, target, ["captions_k2"])
-    with Claim(target, "captions"):  # nothing is to be copied into that folder
+    with Claim(target, "captions"):  # no shard has to be copied into that folder
         assert sync(made, target, ["captions_k2"]).sources == {"captions_k2": "there"}
 
 
 def test_what_a_collection_removes_while_the_names_settle_is_missed(made, target, monkeypatch):
-    """It had looked for newcomers just before the names were taken."""
+    """The collection looked for newcomers just before the claims."""
     sync(made, target)
     target.delete("captions/manifest.json")
     settle = _Copying.settle
@@ -363,7 +363,7 @@ def test_what_a_collection_removes_while_the_names_settle_is_missed(made, target
 
 
 def test_no_manifest_is_written_under_a_name_that_does_not_settle(made, monkeypatch):
-    """Though no file is missing: a sync that was killed had copied them all."""
+    """No file is missing: a killed sync had copied them all."""
     target = MemoryStore("unsettled")
     sync(made, target)
     target.delete("captions/manifest.json")
@@ -381,11 +381,11 @@ def test_no_manifest_is_written_under_a_name_that_does_not_settle(made, monkeypa
     target.clear()
 
 
-# The way ----------------------------------------------------------------------------------------
+# Transfer ---------------------------------------------------------------------------------------
 
 
 def test_what_is_hashed_and_noted_is_not_hashed_again(made, target, monkeypatch):
-    """A sync that broke off after some shards goes on behind them."""
+    """A sync that was interrupted after some shards resumes after them."""
     real, copied = FolderStore.put_verified, []
 
     def break_off(self, key, *more):
@@ -411,7 +411,7 @@ def test_what_is_hashed_and_noted_is_not_hashed_again(made, target, monkeypatch)
 
 
 def test_a_journal_vouches_for_the_very_files_that_it_notes(made, target):
-    """Not for others of their size, nor for one that was written again."""
+    """It does not vouch for files of equal size or for a file that was rewritten."""
     first, second = (f"captions/{n:06d}.tar" for n in range(2))
     sizes = [len(made.get(key)) for key in (first, second)]
     for key, size in zip((first, second), sizes):
@@ -426,7 +426,7 @@ def test_a_journal_vouches_for_the_very_files_that_it_notes(made, target):
 
 
 def test_a_manifest_vouches_for_its_own_folder_alone(made, target):
-    """captions_2 names shards of captions: its manifest there does not show that they are sound."""
+    """captions_2 names shards of captions, but its manifest there does not prove them intact."""
     other = json.loads(made.get("captions_2/manifest.json"))
     shard = other["shards"][0]
     assert shard["key"].startswith("captions/")
@@ -485,7 +485,7 @@ def test_options_that_cannot_be():
         Options(parallel=0)
     with pytest.raises(ValueError, match="bandwidth is 0"):
         Rate(0)
-    Rate(0.5).take(0)  # less than a byte a second is a limit as any other
+    Rate(0.5).take(0)  # a limit below one byte per second is valid
 
 
 def test_memory_is_a_place_too(made):
@@ -517,7 +517,7 @@ def erased(store, name):
 
 
 def bodies(store):
-    """Stretches of the texts of two samples, as long as somebody has them."""
+    """Return stretches of the texts of two samples, read before their redaction."""
     made = {**dict.fromkeys(GONE, None)}
     for name, [key] in GONE.items():
         index = read_index(store, name)
@@ -552,7 +552,8 @@ def test_redactions_travel(source, target):
     before = objects_of(target)
     assert set(sync(source, target).sources.values()) == {"there"}
     assert objects_of(target) == before
-    carry_out(source, {"captions": ["captions-2"]})  # and once more, in another order there
+    # a second redaction, in another order at the target
+    carry_out(source, {"captions": ["captions-2"]})
     carry_out(target, {"captions": ["captions-3"]})
     report = sync(source, target)
     assert report.sources["captions"] == "redacted there"
@@ -560,7 +561,7 @@ def test_redactions_travel(source, target):
 
 
 def test_redactions_keep_their_order(source, target):
-    """Also in a source of the target that is not synced and shares the shards."""
+    """The order also holds in a target source that is not synced and shares the shards."""
     sync(source, target)
     for key in ("captions-3", "captions-1", "captions-2"):
         carry_out(source, {"captions": [key]})
@@ -581,10 +582,10 @@ def test_what_was_redacted_in_the_target_comes_back_in_no_way(source, target):
     assert erased(target, "captions") == {"captions-1"}
     before = objects_of(target)
     with pytest.raises(OtherContent, match="was replaced there by a redaction of 'captions'"):
-        sync(source, target)  # captions_2 names the very shard
+        sync(source, target)  # captions_2 names the replaced shard
     assert objects_of(target) == before
     manifest = target.get("captions/manifest.json")
-    target.put("captions/manifest.json", manifest[:-9])  # nobody knows what it has redacted
+    target.put("captions/manifest.json", manifest[:-9])  # its redactions can no longer be read
     with pytest.raises(IndexMismatch, match="captions/manifest.json"):
         sync(source, target, ["captions_2"])
     target.put("captions/manifest.json", manifest)
@@ -597,7 +598,7 @@ def test_what_was_redacted_in_the_target_comes_back_in_no_way(source, target):
 
 
 def collected(target, *names):
-    """Remove sources as a collection does: all but what was erased stays away."""
+    """Remove sources like a collection, which leaves only the record of erased samples."""
     for key in target.list():
         if key.split("/")[0] in names and not key.endswith("/erased.json"):
             target.delete(key)
@@ -609,10 +610,10 @@ def test_what_was_erased_in_a_source_that_is_gone_comes_back_in_no_way(source, t
     carry_out(target, {"captions": ["captions-1"]})
     assert b"captions" not in target.get("captions/erased.json")  # a key may name a person
     collected(target, "captions")
-    # Other samples are redacted on the other side: other shards, other names, another content.
+    # Redact other samples at the source: shards, names and content differ.
     carry_out(source, {"captions": ["captions-2", "captions-3"]})
     told = "1 of its samples were erased there, and .* still has them: captions-1; nothing was"
-    for wanted in ("captions", "captions_2", "captions_k2"):  # grown from it, counted anew
+    for wanted in ("captions", "captions_2", "captions_k2"):  # grown from it, reindexed
         refused(source, target, [wanted], OtherContent, f"b/{wanted}: {told}")
     assert sync(source, target, ["web"]).sources == {"web": "copied"}
     noted = target.get("captions/erased.json")

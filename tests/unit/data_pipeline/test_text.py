@@ -37,7 +37,7 @@ def ranks() -> bytes:
 
 @pytest.fixture(scope="module")
 def oracle(ranks, tmp_path_factory):
-    """Tiktoken with its own loader; TIKTOKEN_CACHE_DIR="" keeps its path cache out of the way."""
+    """Return tiktoken with its own loader; TIKTOKEN_CACHE_DIR="" disables its path cache."""
     path = tmp_path_factory.mktemp("ranks") / "tiktoken.model"
     path.write_bytes(ranks)
     with pytest.MonkeyPatch.context() as patch:
@@ -60,7 +60,7 @@ def test_ids_equal_tiktokens_and_decode_back(tokenizer, oracle, text):
 
 
 def test_ids_equal_those_of_the_library_that_trained(ranks, tokenizer):
-    """The merges themselves, before any export: tokenizers' own encoder."""
+    """The merges are compared before any export, with the encoder of tokenizers."""
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
         [
@@ -130,7 +130,7 @@ def test_media_layout(tokenizer):
 
 
 def _reference_pieces(text: str) -> list[str]:
-    """Moonshot's rule, one character at a time."""
+    """Split by Moonshot's rule, one character at a time."""
     pieces = []
     for begin in range(0, len(text), MAX_CHARS):
         piece, run, last = "", 0, None

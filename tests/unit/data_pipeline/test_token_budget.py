@@ -1,4 +1,4 @@
-"""Budgets of tokens: the last step is that of a plain loop, and schedules are shares of them."""
+"""Token budgets: the last step equals that of a plain loop, and stages start at budget shares."""
 
 import pytest
 from pydantic import ValidationError
@@ -21,7 +21,7 @@ def planner_of(**changes) -> Planner:
 
 
 def walk(planner, steps):
-    """Yield (state after it, text, vision tokens so far) of each step."""
+    """Yield (state after the step, text tokens, vision tokens so far) for each step."""
     state, text, vision = planner.state_dict(), 0, 0
     for _ in range(steps):
         plan, state = planner.plan(state)
@@ -32,7 +32,7 @@ def walk(planner, steps):
 
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_a_budget_ends_at_the_first_step_that_reaches_it(budget):
-    """Padding is not counted; the first of two that is used up ends the run."""
+    """Padding is not counted; the first exhausted budget of two ends the run."""
     planner = planner_of(budget=TokenBudget(**budget))
     for number, (state, text, vision) in enumerate(walk(planner, 30), 1):
         assert state["tokens"] == [text, vision]
@@ -61,7 +61,7 @@ def test_a_budget_that_a_step_meets_exactly_ends_there():
 
 
 def test_the_end_of_a_run_of_stages_is_told_from_the_shares_of_each():
-    """Text alone, then media as well, of which there is a budget."""
+    """Text alone, then text and media; only text has a budget."""
     stage = BlendStage(after_share=0.5, sources=MEDIA | TEXTS, vision_token_ratio=0.2)
     budget = TokenBudget(text=400_000)
     planner = planner_of(sources=TEXTS, vision_token_ratio=None, schedule=[stage], budget=budget)
@@ -90,7 +90,7 @@ def test_a_long_run_s_end_is_told_from_its_first_windows(budget):
 
 
 def test_the_end_of_a_resumed_run_is_that_of_the_whole_one():
-    """Counted from where it goes on: about, from other windows; exactly, to the same step."""
+    """The estimate from other windows is close; the exact end is the same step."""
     planner = planner_of(budget=TokenBudget(text=240_000))
     whole = budget_end(planner, most_windows=10**6)
     planner.load_state_dict(planner.state_at(whole.step // 2))
@@ -116,7 +116,7 @@ def test_the_state_of_a_run_s_end_is_that_of_its_last_step(budget):
 
 @pytest.mark.parametrize("steps", [150, 10**6], ids=["by its steps", "by its budget"])
 def test_the_state_of_a_long_run_s_end_is_one_shortly_before(steps):
-    """Of a schedule, too, of which all but the first stage begins after what was planned."""
+    """The schedule's later stages all begin after the planned windows."""
     later = [BlendStage(after_tokens=n, sources=MEDIA | TEXTS, vision_token_ratio=ratio)
              for n, ratio in ((60_000, 0.1), (90_000, 0.3))]  # fmt: skip
     given = {"schedule": later, "budget": TokenBudget(text=300_000)}
@@ -142,7 +142,7 @@ def test_the_state_of_a_long_run_s_end_is_one_shortly_before(steps):
 
 
 def later_stages(kind: str) -> dict:
-    """A budget of a kind of tokens; text, then media, then text again."""
+    """Return a budget of one or both kinds of tokens; text, then media, then text again."""
     most = {"text": 30_000} if kind == "text" else {"text": 30_000, "vision": 3_000}
     stages = [
         BlendStage(after_share=0.25, sources=MEDIA | TEXTS, vision_token_ratio=0.2),
@@ -157,7 +157,7 @@ def later_stages(kind: str) -> dict:
 @pytest.mark.parametrize("begun", [1, 2])
 @pytest.mark.parametrize("kind", ["text", "both"])
 def test_a_raised_budget_moves_what_has_not_begun_and_no_stage_that_has(kind, begun):
-    """Refused with the places in tokens that the begun stages had, which go on as before."""
+    """The refusal names the token positions of the begun stages; with them the run continues."""
     changes = later_stages(kind)
     planner = planner_of(**changes)
     start = planner.mixture.segments[begun].start
@@ -176,7 +176,7 @@ def test_a_raised_budget_moves_what_has_not_begun_and_no_stage_that_has(kind, be
         int(told.partition(f"data.schedule[{number}] with after_tokens=")[2].split(",")[0])
         for number in range(begun)
     ]
-    rest = [10**9 + number for number in range(begun, 2)]  # not begun: anywhere later
+    rest = [10**9 + number for number in range(begun, 2)]  # not begun: any later position
     stages = [
         stage.replace(after_share=None, after_tokens=tokens)
         for stage, tokens in zip(changes["schedule"], places + rest, strict=True)
@@ -209,7 +209,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_data_of_a_stage_begin_anew_where_they_are_others(name):
-    """From the first row on, with the count of steps; a budget counts from there."""
+    """The data order restarts at row 0, the step count continues, a budget counts from there."""
     state = planner_of(**BUDGET).state_at(5)
     changes = BUDGET | OTHERS[name]
     if name == "sources":
@@ -226,7 +226,7 @@ def test_the_data_of_a_stage_begin_anew_where_they_are_others(name):
 
 
 def test_the_data_of_a_stage_go_on_where_they_are_the_same():
-    """Of a run of other steps and rows a step too; with shares that are to change later."""
+    """Also with another number of rows per step, or with weights that change later."""
     later = BlendStage(after_tokens=10**6, sources=MEDIA | TEXTS, vision_token_ratio=0.1)
     before = planner_of(**BUDGET)
     assert before.quarantine(0, 3, 2)
@@ -272,7 +272,7 @@ def test_a_budget_of_what_no_sample_holds_is_refused():
 
 @pytest.mark.parametrize("share", [0.25, 0.5])
 def test_a_stage_begins_at_its_share_of_the_budget(share):
-    """Text alone, then text and media; both budgets together are what is counted."""
+    """Text alone, then text and media; the share refers to the sum of both budgets."""
     budget = TokenBudget(text=40_000, vision=4_000)
     stage = BlendStage(after_share=share, sources=MEDIA | TEXTS, vision_token_ratio=0.2)
     planner = planner_of(sources=TEXTS, vision_token_ratio=None, schedule=[stage], budget=budget)

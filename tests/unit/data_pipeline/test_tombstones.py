@@ -1,4 +1,4 @@
-"""Tombstones: no row before their step changes, none of their samples is in a row after it."""
+"""Tombstones: earlier rows stay unchanged, and later rows hold none of the listed samples."""
 
 import json
 from dataclasses import replace
@@ -42,7 +42,7 @@ def made():
 
 
 def listed(folder, entries, name="list.jsonl"):
-    """Write a list of (source, key, from_step); returns its path."""
+    """Write a list of (source, key, from_step); return its path."""
     keys = ("source", "key", "from_step")
     lines = (json.dumps(dict(zip(keys, one, strict=True))) for one in entries)
     (folder / name).write_text("\n".join(lines) + "\n")
@@ -50,7 +50,7 @@ def listed(folder, entries, name="list.jsonl"):
 
 
 def run(planner, steps, state=None):
-    """Plans of steps, and the states before each and after the last."""
+    """Return the plans of the steps, and the states before each and after the last."""
     states, plans = [state or planner.state_dict()], []
     for _ in range(steps):
         plan, after = planner.plan(states[-1])
@@ -60,7 +60,7 @@ def run(planner, steps, state=None):
 
 
 def drawn(plans, since=0):
-    """(source, sample) of the plans from one on."""
+    """Return (source, sample) of the plans from `since` on."""
     pairs = set()
     for plan in plans[since:]:
         pairs |= set(zip(plan.samples.source.tolist(), plan.samples.index.tolist()))
@@ -69,7 +69,7 @@ def drawn(plans, since=0):
 
 @pytest.mark.parametrize("pack_window", [16, 64, 400])
 def test_rows_before_are_the_same_and_none_is_drawn_after(made, tmp_path, pack_window):
-    """Windows shorter than a step, of a few steps, and of more than the run before."""
+    """Windows shorter than a step, of a few steps, and longer than the run so far."""
     config = CONFIG.replace(pack_window=pack_window)
     plain, states = run(Planner(made, config), STEPS)
     rng = np.random.default_rng(0)
@@ -92,7 +92,7 @@ def test_rows_before_are_the_same_and_none_is_drawn_after(made, tmp_path, pack_w
 
 
 def check_rows(planner, plan):
-    """Samples of a row follow each other without a gap, and media lie inside their samples."""
+    """Check that samples fill a row without gaps, and that media are inside their samples."""
     samples, items = plan.samples, plan.items
     assert np.all(np.diff(samples.row) >= 0)
     first = np.concatenate([[True], np.diff(samples.row) > 0])[: len(samples)]
@@ -129,7 +129,7 @@ def test_in_a_window_that_is_in_progress_rows_lose_the_sample_and_nothing_else(m
 
 
 def test_a_run_goes_on_with_tombstones_that_came_in_while_it_was_away(made, tmp_path):
-    """From the earliest possible step; what is recorded from then on must stay."""
+    """They apply from the earliest possible step; steps recorded from then on must stay."""
     _, states = run(Planner(made, CONFIG), 12)
     entry = ("web", made[1].key_of(3), 13)
     added = CONFIG.replace(tombstones=listed(tmp_path, [entry]))
@@ -197,19 +197,19 @@ def test_of_held_out_samples_none_is_measured(made, tmp_path):
 
 
 def counts(state):
-    """(step, how many samples of each source) of the redactions in a state."""
+    """Return (step, number of samples of each source) of the redactions in a state."""
     return [
         (step, {name: n for name, (n, _) in noted.items()}) for step, noted in state["redacted"]
     ]
 
 
 def redacted_as(made, *order):
-    """The sources, with samples of "web" redacted in some order."""
+    """Return the sources, with samples of "web" redacted in some order."""
     return [made[0], replace(made[1], redacted=order, made_as=made[1].content_hash)]
 
 
 def test_a_root_with_other_redactions_first_is_refused_and_named(made):
-    """Samples that were redacted between two starts may come in any order, and no others."""
+    """Samples redacted between two starts may come in any order, but no other redactions may."""
     planner = Planner(redacted_as(made, 9, 3), CONFIG)
     _, states = run(planner, 10)
     middle = Planner(redacted_as(made, 9, 3, 1, 5), CONFIG)
@@ -262,7 +262,7 @@ def test_a_record_brings_the_same_back_whatever_list_and_sources_say_by_now(made
 
 
 def test_of_two_lines_and_a_redaction_of_one_sample_the_earliest_step_counts(made, tmp_path):
-    """Wherever the lines stand, and whichever of the two ways is the earlier one."""
+    """The line may come first or the redaction, and the lines may have any order."""
     web = made[1]
     steps = {3: (9, 5), 4: (5, 9), 6: (12,), 7: (3,)}
     entries = [("web", web.key_of(n), step) for n, some in steps.items() for step in some]
@@ -284,13 +284,13 @@ def test_redacted_samples_are_out_from_where_a_run_finds_them_so(made):
     assert counts(after[-1]) == [(10, {"web": 2})]
     assert not drawn(plans) & {(1, 3), (1, 9)}
     assert "redacted and count as tombstones, from step 11 on" in planner.notices()[-1]
-    # In between: the step in which they went is remembered.
+    # Resume in between: the state records the step of the redaction.
     middle = Planner(once_more, CONFIG)
     middle.load_state_dict(after[5])
     again, end = run(middle, 5)
     assert [one.content_hash() for one in again] == [one.content_hash() for one in plans[5:]]
     assert end[-1] == after[-1]
-    # More are redacted later; fewer than there were is refused.
+    # Later redactions are accepted; fewer redactions than recorded are refused.
     more = Planner([made[0], replace(once_more[1], redacted=(3, 9, 1))], CONFIG)
     more.load_state_dict(after[5])
     plans, last = run(more, 10)
@@ -310,7 +310,7 @@ def test_redacted_samples_are_out_from_where_a_run_finds_them_so(made):
 
 
 def test_a_list_that_other_runs_share_is_taken(texts, tmp_path):
-    """Lines of sources that they read are told; none that looks meant for one of this run."""
+    """Lines of other sources are reported; a line that seems meant for this run is refused."""
     config, tokenizer, indices, _ = texts
     store, alone = FolderStore(config.root), config.replace(sources={"web": 1.0})
     if "web_2" not in sources_at(store):
@@ -333,11 +333,12 @@ def test_a_list_that_other_runs_share_is_taken(texts, tmp_path):
     ):
         with pytest.raises(ValueError, match=f"line 2: source '{name}' {why}.*an 'web'.*'web4'"):
             found(mine, (name, "web4", 5))
-        assert found(mine, (name, "web3", 1)).listed.tolist() == [[0, 3, 4]]  # it has its line
+        # the sample also has a line of its own source
+        assert found(mine, (name, "web3", 1)).listed.tolist() == [[0, 3, 4]]
         assert found(mine, (name, "no such key", 1)).passed_over[0].startswith(name)
     heldout = config.replace(sources={"notes": 1.0}, heldout={"web": 1.0})
     assert found(mine, ("wep", "web4", 1), config=heldout, indices=indices[:1]).passed_over
-    with pytest.raises(ValueError, match="did you mean 'web'"):  # where held-out sources are read
+    with pytest.raises(ValueError, match="did you mean 'web'"):  # with the held-out sources read
         found(mine, ("wep", "web4", 1), config=heldout, indices=web)
 
 
@@ -368,7 +369,7 @@ def test_bad_lists_are_told_in_one_line(made, tmp_path, text, told):
     assert "bad.jsonl" in str(error.value)
 
 
-# A thousand of them, read -----------------------------------------------------------------------
+# A thousand tombstones, read --------------------------------------------------------------------
 
 GRID = DataConfig(
     root="a folder",
@@ -386,7 +387,7 @@ GRID = DataConfig(
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    """Sources of 1,500 samples, and a list under their root of 1,000 from step 9 on."""
+    """Build sources of 1,500 samples, and a list under their root of 1,000 from step 9 on."""
     folder = tmp_path_factory.mktemp("texts")
     store, rng = FolderStore(folder), np.random.default_rng(2)
     ranks = train_ranks([WORDS * 3], 300)
@@ -414,7 +415,7 @@ SLOW = pytest.param((1, 2, 4), (0, 1, 2), 40, range(0, 38, 3), marks=pytest.mark
     ("worlds", "workers", "steps", "stops"), [((1, 2, 4), (0, 2), 16, (7, 8, 9, 12)), SLOW]
 )
 def test_a_thousand_from_a_step_on_in_every_world(texts, worlds, workers, steps, stops):
-    """One digest of every step, whoever reads it; none is drawn where all would have been."""
+    """Every world reads the same digest per step; no listed sample is drawn where all would be."""
     config, tokenizer, indices, out = texts
     plain, _ = run(Planner(indices, config.replace(tombstones=None)), 60)
     plans, states = run(Planner(indices, config), 60)

@@ -1,6 +1,6 @@
 """Every kind of damage that `data verify` promises to find, planted one at a time in real sources.
 
-The clean source is built once by the real ingest; a test changes a copy of it.
+The real ingest builds the clean source once; a test changes a copy of it.
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ def rewrite_index(store: FolderStore, index) -> None:
 
 
 def change_index(store: FolderStore, **columns) -> None:
-    """Write the index again with other columns: an index that is sound by itself."""
+    """Rewrite the index with other columns: the index itself stays valid."""
     index = read_index(store, NAME)
     rewrite_index(store, dataclasses.replace(index, **columns))
 
@@ -90,7 +90,7 @@ def test_a_sound_source_has_no_problem(store, tokenizer):
 
 
 def header(store: FolderStore, index, **fields) -> None:
-    """Write another header, with a right sum, for the first medium."""
+    """Write another header with a right checksum for the first medium."""
     key, at = index.shards[0].key, int(index.item_offset[0]) - 512
     data = bytearray(store.get(key))
     info = tarfile.TarInfo.frombuf(bytes(data[at : at + 512]), "utf-8", "strict")
@@ -106,7 +106,7 @@ def append(store: FolderStore, index) -> None:
 
 
 def end_off(store: FolderStore, index) -> None:
-    """Sizes and hashes of manifest and shard agree; only a reader of tar files would stumble."""
+    """Sizes and hashes of manifest and shard agree; only a tar reader would fail."""
     data = store.get(index.shards[-1].key)[:-1024]
     store.put(index.shards[-1].key, data)
     sha256 = hashlib.sha256(data).hexdigest()
@@ -119,7 +119,7 @@ def miscount(store: FolderStore, index) -> None:
     change_index(store, shards=(info, *index.shards[1:]))
 
 
-# What is done to the source (the first shard holds the first medium) -> problems, words in them.
+# Change to the source (the first shard holds the first medium) -> problems, words in them.
 DAMAGE = {
     "a bit of a medium": (
         lambda s, i: flip(s, i.shards[0].key, int(i.item_offset[0]) + 60),
@@ -136,12 +136,12 @@ DAMAGE = {
         )
         for part, at in {"name": 2, "size": 130, "sum": 150, "type": 156}.items()
     },
-    # Header and sum are right, and yet a reader of tar files would hand out the wrong picture ...
+    # Header and checksum are right, but a tar reader would return the wrong image.
     "a name that is another sample's": (
         lambda s, i: header(s, i, name="s-0001.0.jpg"),
         {"tar": 1, "media": 1, "shard hash": 1}, "'s-0001.0.png' is expected",
     ),
-    # ... or a link to another file.
+    # Header and checksum are right, but the member links to another file.
     "a member that is no plain file": (
         lambda s, i: header(s, i, type=tarfile.SYMTYPE), {"tar": 1, "shard hash": 1}, "s-0001",
     ),
@@ -271,7 +271,7 @@ def test_a_wrong_offset_is_told_and_the_rest_is_still_checked(store, tokenizer):
 
 
 def test_a_video_with_another_number_of_frames(store, tokenizer):
-    """The shard, its CRCs and its hash are those of the index; only the file tells."""
+    """The shard, its CRCs and its hash match the index; only the file shows the difference."""
     other = FolderStore(store.root / "other")
     samples = crude(3)
     builder = ShardBuilder()
@@ -298,7 +298,7 @@ def test_a_video_with_another_number_of_frames(store, tokenizer):
 
 
 def test_damage_that_only_decoding_finds(store, tokenizer, tmp_path):
-    """A PNG whose header is sound and whose pixels are not."""
+    """The header of the PNG is valid, but its pixels are damaged."""
     other = FolderStore(tmp_path / "other")
     index = ingest(crude(2), other, NAME, tokenizer, category="grounding")
     at, length = int(index.item_offset[0]), int(index.item_length[0])
@@ -318,7 +318,7 @@ def test_keys_that_stand_twice_or_are_no_keys(store, tokenizer):
     change_index(store, key=keys)
     problems = found(store, tokenizer)
     assert [p.sample for p in problems if p.kind == "key"] == ["s-0002", "two.dots"]
-    assert kinds(problems)["tar"] >= 2  # names in the tar are others than the index says
+    assert kinds(problems)["tar"] >= 2  # the names in the tar differ from the index
 
 
 def test_all_problems_are_found_in_the_order_of_the_shards(store, tokenizer):

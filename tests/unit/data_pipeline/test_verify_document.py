@@ -1,4 +1,4 @@
-"""Documents that are out of form, or are not what the index says."""
+"""Documents that are malformed or that disagree with the index."""
 
 import json
 

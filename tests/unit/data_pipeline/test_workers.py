@@ -1,4 +1,4 @@
-"""Order, limits, errors and ends of runs; what happens to processes is in tests/fault."""
+"""Worker pools: order, limits, errors and ends of runs; tests/fault covers process failures."""
 
 import gc
 import os
@@ -67,7 +67,7 @@ def test_results_stay_as_they_are_while_others_arrive(pair):
 
 def test_memory_goes_with_the_results(pair):
     gc.collect()
-    before = memory_files()  # what other tests left to this process
+    before = memory_files()  # files left by other tests
     big = partial(np.zeros, 1 << 20)
     kept = list(pair.run([(big, 1)] * 30, **PLENTY))
     assert memory_files() >= 30
@@ -104,7 +104,7 @@ def test_nothing_of_a_job_is_held_once_it_is_taken():
 
 
 class Watched:
-    """Jobs that note how many were asked for."""
+    """An iterator of jobs that counts how many were requested."""
 
     def __init__(self, sizes, job=os.getpid):
         self.asked = 0
@@ -127,7 +127,7 @@ def test_bytes_in_flight_stay_within_the_limit(crew, max_jobs):
     jobs = Watched(sizes)
     run = crew.run(jobs, max_bytes=100, max_jobs=max_jobs)
     for taken in range(60):
-        # Beyond those in flight one may be asked for, to know what it needs.
+        # Beyond the jobs in flight one may be requested to learn its size.
         asked = jobs.asked
         assert sum(sizes[taken : max(0, asked - 1)]) <= 100
         assert asked <= taken + max_jobs + 1
@@ -138,8 +138,8 @@ def test_bytes_in_flight_stay_within_the_limit(crew, max_jobs):
 @pytest.mark.parametrize(
     ("sizes", "max_bytes", "max_jobs", "asked"),
     [
-        ([40] * 5, 100, 8, [3, 4, 5, 5]),  # two at a time, and one that waits for room
-        ([1, 99, 5, 6], 10, 9, [2, 3, 4]),  # a huge one goes alone
+        ([40] * 5, 100, 8, [3, 4, 5, 5]),  # two at a time, and one that waits for memory
+        ([1, 99, 5, 6], 10, 9, [2, 3, 4]),  # a huge job runs alone
         ([0] * 6, 0, 2, [2, 3, 4, 5, 6]),  # as many as may be in flight
     ],
 )
@@ -190,7 +190,7 @@ def test_after_an_error_no_job_is_begun(crew, tmp_path):
     with pytest.raises(ValueError, match="no 7"):
         next(crew.run(iter(jobs), max_bytes=10**9, max_jobs=200))
     counts = [-1]
-    while len(list(tmp_path.iterdir())) > counts[-1]:  # what was begun comes to its end
+    while len(list(tmp_path.iterdir())) > counts[-1]:  # started jobs finish
         counts.append(len(list(tmp_path.iterdir())))
         time.sleep(0.3)
     assert counts[-1] < 90
@@ -236,7 +236,7 @@ def test_what_does_not_pickle_is_named(pair):
 @pytest.mark.parametrize("number", [0, 1])
 def test_an_error_of_setup_is_the_first_result(number):
     with Workers(broken_setup, number) as workers:
-        for _ in range(2):  # it is tried again
+        for _ in range(2):  # the setup is tried again
             with pytest.raises(FileNotFoundError, match="no bucket 'b'"):
                 next(workers.run([(3, 1)], **PLENTY))
 
@@ -255,7 +255,7 @@ def test_a_new_run_ends_the_former(crew):
 def test_a_job_that_hangs_is_named_and_its_worker_replaced(tmp_path):
     with Workers(calls, 1, timeout_s=50) as workers:
         assert list(workers.run([(partial(int, 3), 1)], **PLENTY)) == [3]
-        workers._timeout_s = 3.0  # not for the start of a worker on a loaded machine
+        workers._timeout_s = 3.0  # set after the start, which may be slow on a loaded machine
         run = workers.run([(partial(hang, tmp_path), 1)] * 2, **PLENTY)
         with pytest.raises(TimeoutError, match=r"3 s for job 0 \(.*hang.* worker 0 is still at"):
             next(run)
@@ -336,7 +336,7 @@ def test_workers_that_nobody_holds_end():
     run = workers.run([(os.getpid, 1)] * 9, **PLENTY)
     pid = next(run)
     del workers
-    assert next(run) == pid  # the run holds them
+    assert next(run) == pid  # the run keeps the workers alive
     del run
     gc.collect()
     with pytest.raises(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Indices with variants, regions and pictures, and the plain twin of their lengths under chance."""
+"""Indices with variants, regions and images, and a slow reference of their augmented lengths."""
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO, grid
 
 
 def varied_index(name, shard_sizes, seed=0, *, pictures=0.7, regions=0.6, side=600):
-    """An index of random samples: texts with variants, pictures, videos, regions in pictures."""
+    """Return an index of random samples: texts with variants, images, videos, regions in images."""
     rng = np.random.default_rng(seed)
     num_samples = sum(shard_sizes)
     columns = {column: [] for group in GROUPS.values() for column in group}
@@ -95,14 +95,14 @@ def _region(columns, rng, item, height, width):
 
 
 def move(points, matrix):
-    """Points [k, 2] under a 3x3 matrix; no matrix product, which may round in another way."""
+    """Map points [k, 2] with a 3x3 matrix; a matrix product may round differently."""
     x, y = np.asarray(points, float).reshape(-1, 2).T
     (a, b, c), (d, e, f), _ = np.asarray(matrix)
     return np.stack([a * x + b * y + c, d * x + e * y + f], axis=1)
 
 
 def slow_survivor(shape, points, matrix, out_w, out_h, min_visible):
-    """`regions.survivors` for one region: [k, 2], or None if it is dropped."""
+    """Return `regions.survivors` for one region: [k, 2], or None if it is dropped."""
     given = np.asarray(points, float).tolist()
     if shape == TURN:
         (a, b, _), (d, e, _), _ = matrix.tolist()
@@ -131,9 +131,9 @@ def _inside(value, end):
 
 
 def slow_varied(index, config, seed, sample, epoch, limits, level=0, applied=True):
-    """A sample in an epoch, piece by piece: (length, [(first pad, pads, grid)], lost).
+    """Lay out a sample in an epoch, piece by piece: (length, [(first pad, pads, grid)], lost).
 
-    `lost`: it had regions, and none is in view.
+    `lost` is true if the sample had regions and none is in view.
     """
     [key] = sample_keys(seed, index.name, [sample], [epoch])
     keys = np.array([key])

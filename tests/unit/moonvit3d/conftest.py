@@ -1,4 +1,4 @@
-"""One thread: the tests share their machine, and bit-equality must not hang on a thread count."""
+"""Fixtures of the encoder tests, which run on one torch thread for bit-stable results."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def small():
 
 @pytest.fixture
 def encoder(small):
-    """A small float32 encoder whose biases and norms are not the trivial 0 and 1."""
+    """Return a small float32 encoder whose biases and norms differ from the trivial 0 and 1."""
     model = VisionEncoder(small)
     initialise(model, seed=7)
     generator = torch.Generator().manual_seed(11)

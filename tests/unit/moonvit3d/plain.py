@@ -1,4 +1,4 @@
-"""Plain twins of sizes and patches, and functions of transformers that it cannot be asked for."""
+"""Slow references for sizes and patches, and functions extracted from transformers' source file."""
 
 import ast
 import math
@@ -11,7 +11,7 @@ from PIL import Image
 
 
 def plain_patches(pixels, patch_limit, side_limit):
-    """The rule once more, written from the released processor's description alone."""
+    """Apply the sizing rule, written from the released processor's description only."""
     height, width, _ = pixels.shape
     cells = max(1, width // 14) * max(1, height // 14)
     sides = (side_limit * 14 / width, side_limit * 14 / height)
@@ -28,7 +28,7 @@ def plain_patches(pixels, patch_limit, side_limit):
 
 
 def functions_of_transformers(*names, **scope):
-    """Functions cut out of its image processor's file, by name: the module needs torchvision."""
+    """Extract functions by name from its image processor's file: the module needs torchvision."""
     spec = find_spec("transformers")
     if spec is None or spec.origin is None:
         pytest.skip("transformers is not installed")

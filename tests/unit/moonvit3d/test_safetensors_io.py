@@ -1,4 +1,4 @@
-"""The safetensors format: what the library writes is read, and the other way round."""
+"""The safetensors format: we read what the library writes, and the library reads what we write."""
 
 import json
 import struct
@@ -38,7 +38,7 @@ SHAPES = [(), (3,), (2, 5), (0, 4), (1, 1, 7)]
 
 
 def example() -> dict[str, torch.Tensor]:
-    """Every type in every shape; bits are random, so there are NaNs of all kinds among them."""
+    """Return tensors of every type in every shape; random bits include NaNs of all kinds."""
     draw, found = torch.Generator().manual_seed(0), {}
     for number, (name, dtype) in enumerate(torch_dtypes().items()):
         shape = SHAPES[number % len(SHAPES)]
@@ -87,7 +87,7 @@ def test_tensors_written_one_at_a_time_are_the_same_file():
 
 
 def test_the_bytes_of_a_header_stay_as_they_are():
-    """Checkpoints and exports are compared by their files: equal tensors, equal bytes."""
+    """Checkpoints and exports are compared as files: equal tensors must give equal bytes."""
     entries = {"b": TensorEntry("I8", (4,)), "a": TensorEntry("F32", (2, 1))}
     layout = layout_of(wide_first(entries), {"sizes": '{"x": 1}'})
     assert layout.head == GOLDEN
@@ -124,7 +124,7 @@ def test_every_tensor_is_aligned():
 
 
 def header(**changes) -> tuple[bytes, int]:
-    """A header of two tensors, 8 and 4 bytes, with changes; and the file's size."""
+    """Return a header of two tensors, 8 and 4 bytes, with changes, and the size of the file."""
     values = {
         "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
         "b": {"dtype": "I8", "shape": [4], "data_offsets": [8, 12]},

@@ -1,4 +1,4 @@
-"""The fast attention against the plain one, and the rule that picks."""
+"""The fast attention against the reference attention, and the rule that chooses between them."""
 
 import logging
 
@@ -79,7 +79,7 @@ def test_reason_is_logged_once(monkeypatch, caplog):
 
 
 def test_varlen_call_fits_torch(monkeypatch):
-    """Without CUDA: the kernel's call and its backward go through on shapes alone."""
+    """Without CUDA, the kernel call and its backward pass run on meta tensors."""
     monkeypatch.setattr(attention, "choose", lambda *_: (attend_varlen, ""))
     segments = Segments.of(LENGTHS, torch.device("meta"))
     x = torch.empty(3, sum(LENGTHS), 2, 72, device="meta", dtype=torch.bfloat16).requires_grad_()
@@ -93,7 +93,7 @@ def test_varlen_call_fits_torch(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_kernel_equals_the_reference():
-    """Also with queries and keys as views of one tensor, as the block hands them in."""
+    """Queries and keys are views of one tensor, as the block passes them."""
     segments = Segments.of(LENGTHS, torch.device("cuda"))
     x = torch.randn(sum(LENGTHS), 3, 2, 72, device="cuda", dtype=torch.bfloat16)
     results = []

@@ -1,4 +1,4 @@
-"""The example of docs/alone/moonvit3d.md runs, on files as it names them."""
+"""The example of docs/alone/moonvit3d.md runs on files with the names that it uses."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.unit.data_pipeline.media import encoded, noise, video
 
 @pytest.mark.parametrize(
     ("size", "grid"),
-    # 1,400 x 1,400 is 10,000 patches, more than one chunk of the example once held.
+    # 1,400 x 1,400 gives 10,000 patches, more than the first version of the example could hold.
     [((200, 120), (1, 10, 16)), ((1400, 1400), (1, 100, 100))],
     ids=["small", "photo"],
 )

@@ -1,4 +1,4 @@
-"""The cost formula against torch's own counter."""
+"""The cost formula against torch's own FLOP counter."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def test_shapes_and_growth():
     linear, quadratic = flops(np.array([[1, 8, 8], [2, 8, 8]]), config)
     assert linear.dtype == quadratic.dtype == np.int64
     assert quadratic[1] == 4 * quadratic[0]
-    # A second frame doubles the tower's linear part and leaves the projector's alone.
+    # A second frame doubles the tower's linear part and leaves the projector's part unchanged.
     projector = 2 * 16 * config.projector_width * (4 * config.width + config.out_width)
     assert linear[1] - projector == 2 * (linear[0] - projector)
     assert [part.shape for part in flops([], config)] == [(0,), (0,)]

@@ -1,4 +1,4 @@
-"""Sizes, token counts and video sampling against other people's code and hand-made cases."""
+"""Sizes, token counts and video sampling against external code and hand-made cases."""
 
 import math
 from datetime import UTC, datetime
@@ -26,12 +26,12 @@ ODD = PatchLimits(image=1000, frame=100, side=20)
 
 @pytest.fixture(scope="module")
 def navit_resize():
-    """transformers' own function."""
+    """Return transformers' own function."""
     return functions_of_transformers("navit_resize")["navit_resize"]
 
 
 def random_sizes(count, seed=0):
-    """Heights and widths from one pixel to far beyond the limits, with the edges in between."""
+    """Return heights and widths from one pixel to far beyond the limits, including edge cases."""
     rng = np.random.default_rng(seed)
     sizes = np.exp(rng.uniform(0, np.log(40000), (count, 2))).astype(np.int64)
     edges = np.array([1, 13, 14, 15, 27, 28, 29, 896, 1792, 1793, 7167, 7168, 7169, 20000])
@@ -149,12 +149,12 @@ def test_the_clock_wraps_at_a_day():
 
 
 def test_sampling_against_exact_arithmetic():
-    """Frames by fractions and the reference's own clock, over many rates and lengths."""
+    """Frames are computed with fractions and the reference's clock, over many rates and lengths."""
     rng = np.random.default_rng(3)
     for fps in (0.7, 1.0, 2.0, 3.0, 6.25, 23.976, 24.0, 25.0, 30000 / 1001, 59.94, 120.0):
         for num_frames in rng.integers(1, 3000, 12).tolist():
             chunks = video_chunks(num_frames, fps)
-            # The count is rounded in floating point by the reference, so take it from there.
+            # The reference rounds the count in floating point, so the test does, too.
             count = max(round(num_frames * min(2.0, fps) / fps), 1)
             step = Fraction(num_frames - 1, count - 1) if count > 1 else Fraction(0)
             want = [round(step * i) for i in range(count)]  # Fraction rounds half to even

@@ -1,4 +1,4 @@
-"""Bytes to pixels: what is read, bit for bit, and what is refused, with one clear error each."""
+"""Bytes to pixels: bit-exact decoding, and one clear error for each refused file."""
 
 import io
 import struct
@@ -30,7 +30,7 @@ def chunk(name, body):
 
 
 def png(depth, colour, width, height, rows, extra=b""):
-    """A PNG written by hand; `rows` are its bytes without the filter byte of each row."""
+    """Encode a PNG by hand; `rows` are its bytes without the filter byte of each row."""
     head = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
     body = zlib.compress(b"".join(b"\0" + row for row in rows))
     parts = chunk(b"IHDR", head) + extra + chunk(b"IDAT", body) + chunk(b"IEND", b"")
@@ -38,7 +38,7 @@ def png(depth, colour, width, height, rows, extra=b""):
 
 
 def check_line(error):
-    """One line, not long, and no memory address, which would differ from run to run."""
+    """Check that the error is one short line without memory addresses, which differ by run."""
     text = str(error.value)
     assert text
     assert "\n" not in text
@@ -47,7 +47,7 @@ def check_line(error):
 
 
 def complaint(function, data):
-    """The message of its MediaError, or nothing; any other error is the test's."""
+    """Return the message of its MediaError, or "" on success; other errors propagate."""
     try:
         function(data)
     except MediaError as error:
@@ -98,7 +98,7 @@ def test_animations_are_refused(kind):
     with pytest.raises(MediaError, match=f"animated {kind}; store it as a video") as error:
         read_image(data)
     check_line(error)
-    one = encoded(pictures[0], kind, save_all=True)  # written as an animation of one picture
+    one = encoded(pictures[0], kind, save_all=True)  # written as an animation of one image
     assert read_image(one).shape == (16, 16, 3)
 
 
@@ -151,7 +151,7 @@ def test_the_transparent_grey_of_a_png_is_white_at_every_depth(depth, row, level
 
 def test_a_transparent_colour_of_8_bits_is_white_and_of_16_bits_refused():
     row = bytes([1, 2, 3, 1, 2, 4])
-    # Of each value the lower 8 bits count, by the specification (11.3.2.1).
+    # By the specification (11.3.2.1), only the lower 8 bits of each value count.
     data = png(8, 2, 2, 1, [row], transparent(1, 0xFF02, 4))
     assert read_image(data).tolist() == [[[1, 2, 3], [255, 255, 255]]]
     wide = b"".join(struct.pack(">H", value) for value in (0x1234, 0x5678, 0x9ABC))
@@ -172,7 +172,7 @@ def test_texts_in_a_png_do_not_matter_however_long_they_are():
     exif = Image.Exif()
     exif[0x0112] = 6
     assert is_turned(encoded(noise(4, 4), "PNG", exif=exif))
-    # A length that reaches beyond the file is a damaged file, as before.
+    # A length beyond the end of the file means a damaged file.
     assert complaint(read_image, plain[:33] + b"\xff\xff\xff\xf0zTXt" + plain[33:])
 
 
@@ -185,7 +185,7 @@ def test_the_rotation_tag_of_a_video_is_told_and_not_applied():
 
 
 def test_cmyk_inks_are_taken_as_stored_inverted():
-    """Cyan ink alone is cyan on screen, with Adobe's marker in the file and without."""
+    """Cyan ink alone is cyan on screen, with and without Adobe's marker in the file."""
     inks = {(255, 0, 0, 0): (0, 255, 255), (0, 255, 0, 0): (255, 0, 255),
             (0, 0, 255, 0): (255, 255, 0), (0, 0, 0, 255): (0, 0, 0), (0, 0, 0, 0): (255, 255, 255),
             (0, 0, 0, 100): (155, 155, 155), (255, 255, 0, 0): (0, 0, 255)}  # fmt: skip
@@ -196,7 +196,7 @@ def test_cmyk_inks_are_taken_as_stored_inverted():
         assert b"Adobe" not in plain
         for file in (data, plain):
             assert np.abs(read_image(file).astype(int) - colour).max() <= 2, ink
-    # Stored the other way round, the file means the opposite inks, and that is what comes out.
+    # A file that stores the inks without inversion decodes to the opposite inks.
     other = Image.eval(Image.new("CMYK", (16, 16), (255, 0, 0, 0)), lambda ink: 255 - ink)
     assert read_image(encoded(other, "JPEG", quality=100)).max() <= 2
 
@@ -234,7 +234,7 @@ def test_what_is_no_image_is_refused(data):
 
 def test_a_side_of_0_is_refused():
     gif = encoded(noise(16, 16), "GIF")
-    at = gif.index(b",", 13 + 768)  # behind the palette: the first frame
+    at = gif.index(b",", 13 + 768)  # after the palette: the first frame
     narrow = gif[:6] + b"\0\0" + gif[8 : at + 5] + b"\0\0" + gif[at + 7 :]
     for data in (png(8, 2, 0, 5, []), png(8, 2, 5, 0, []), narrow):
         with pytest.raises(MediaError) as error:
@@ -255,7 +255,7 @@ def test_cut_files_are_refused_whatever_pillow_is_set_to(kind, lenient, monkeypa
     damaged[400] ^= 0xFF
     with pytest.raises(MediaError):
         read_image(bytes(damaged))
-    assert ImageFile.LOAD_TRUNCATED_IMAGES is lenient  # as it was found
+    assert ImageFile.LOAD_TRUNCATED_IMAGES is lenient  # the setting is restored
 
 
 def test_strictness_lasts_while_any_reader_is_inside(monkeypatch):
@@ -270,10 +270,10 @@ def test_strictness_lasts_while_any_reader_is_inside(monkeypatch):
 
 
 def bombs():
-    """Small files that declare far more than they hold."""
+    """Yield small files that declare far more pixels than they hold."""
     declared = png(8, 2, 50000, 50000, [b"\0" * 9])
     yield "PNG", declared
-    # A second header later, which Pillow believes, and an animation it would make room for.
+    # A second header, which Pillow accepts, and an animation that Pillow would allocate for.
     pictures = [Image.fromarray(noise(16, 16, seed)) for seed in range(2)]
     small = encoded(pictures[0], save_all=True, append_images=pictures[1:], disposal=1)
     yield "PNG", small[:33] + declared[8:33] + small[33:]
@@ -287,7 +287,7 @@ def bombs():
     yield "WEBP", bytes(webp)
     gif = encoded(noise(16, 16), "GIF")
     yield "GIF", gif[:6] + struct.pack("<HH", 50000, 50000) + gif[10:]
-    at = gif.index(b",", 13 + 768)  # the frame leaves the screen, and is to be wiped afterwards
+    at = gif.index(b",", 13 + 768)  # the frame exceeds the screen and must be cleared afterwards
     wipe = b"!\xf9\x04\x08\0\0\0\0"
     frame = struct.pack("<HHHH", 0, 0, 50000, 50000)
     yield "GIF", gif[:at] + wipe + gif[at : at + 1] + frame + gif[at + 9 :]
@@ -296,7 +296,7 @@ def bombs():
 @pytest.mark.parametrize("limit", [Image.MAX_IMAGE_PIXELS, None, 10**12])
 @pytest.mark.parametrize(("kind", "data"), list(bombs()))
 def test_image_bombs_are_refused_before_decoding(kind, data, limit, monkeypatch):
-    """Whether Pillow would have refused them or not."""
+    """The limit holds even where Pillow's own check would pass."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
 
     def never(*_, **__):
@@ -343,14 +343,14 @@ def test_damaged_images_give_pixels_or_one_error():
 
 
 def clip(frames, fps=4, height=48, width=64, codec="mpeg4"):
-    """An MP4 of noise that drifts, so that no two frames are alike."""
+    """Return an MP4 of drifting noise, in which all frames differ."""
     base = noise(height, width).astype(int)
     drifting = [((base + 11 * i) % 256).astype(np.uint8) for i in range(frames)]
     return video(drifting, fps, codec)
 
 
 def stills(sizes, fps=4):
-    """An MP4 of JPEGs, each of its own size (height, width)."""
+    """Return an MP4 of JPEGs, each of its own size (height, width)."""
     out = io.BytesIO()
     with av.open(out, "w", format="mp4") as container:
         stream = container.add_stream("mjpeg", rate=fps)
@@ -364,7 +364,7 @@ def stills(sizes, fps=4):
 
 
 def boxes(data):
-    """(name, begin, end) of the boxes at the top of an MP4."""
+    """Return (name, begin, end) of the top-level boxes of an MP4."""
     found, at = [], 0
     while at < len(data):
         size = int.from_bytes(data[at : at + 4], "big")
@@ -374,7 +374,7 @@ def boxes(data):
 
 
 def index_first(data):
-    """The same MP4 with its index (moov) before its frames, as files for the web have it."""
+    """Return the same MP4 with its index (moov) before its frames, like files for the web."""
     parts = {name: data[begin:end] for name, begin, end in boxes(data)}
     moov = bytearray(parts[b"moov"])
     at = moov.index(b"stco") + 8
@@ -385,7 +385,7 @@ def index_first(data):
 
 
 def patched(data, box, offset, value):
-    """Overwrite bytes of a box, counted from behind its name."""
+    """Overwrite bytes of a box; offsets count from the end of its name."""
     at = data.index(box) + len(box) + offset
     return data[:at] + value + data[at + len(value) :]
 
@@ -396,7 +396,7 @@ def all_frames(data):
 
 
 def plain_chunks(data, fps, limits):
-    """The whole rule once more, written from the released processor's description alone."""
+    """Apply the whole video rule, written from the released processor's description only."""
     frames = all_frames(data)
     sample_fps = min(2.0, fps)
     count = max(round(len(frames) * sample_fps / fps), 1)
@@ -482,7 +482,7 @@ def test_probe_and_verify_of_a_video():
 
 
 def refuses(data, match):
-    """All three functions say the same."""
+    """Check that all three functions raise the same error."""
     for function in (probe, verify, lambda data, _: list(read_video(data))):
         with pytest.raises(MediaError, match=match) as error:
             function(data, KIND_VIDEO)
@@ -501,19 +501,20 @@ def test_a_video_that_ends_early_is_refused():
         refuses(
             data[:-cut], f"ends early: {len(data) - cut} bytes, its frames reach to {len(data)}"
         )
-    # Cut between two frames: ffmpeg alone would take it for a shorter, sound video.
+    # Cut between two frames: ffmpeg alone would read a shorter, intact video.
     moov = data[slice(*next((begin, end) for name, begin, end in boxes(data) if name == b"moov"))]
     at = moov.index(b"stsz") + 12
     last = struct.unpack_from(">22I", moov, at + 4)[-1]
     shorter = data[:-last]
     assert len(all_frames(shorter)) == 21
     refuses(shorter, "ends early")
-    # A box of open length ("to the end of the file") says nothing; then the cut frame tells.
+    # A box of open length ("to the end of the file") gives no size; the truncated frame shows the
+    # cut.
     begin = next(begin for name, begin, _ in boxes(data) if name == b"mdat")
     open_end = data[:begin] + bytes(4) + data[begin + 4 :]
     assert verify(open_end, KIND_VIDEO).frames == 22
     refuses(open_end[:-10], "frame 21 is cut off: the file ends early")
-    # A box of 64-bit length takes the room of the empty box before it.
+    # A box with a 64-bit length replaces the empty box before it.
     size = struct.pack(">Q", len(data) - begin + 8)
     wide = data[: begin - 8] + b"\0\0\0\1mdat" + size + data[begin + 8 :]
     assert verify(wide, KIND_VIDEO).frames == 22
@@ -525,8 +526,8 @@ def test_a_video_with_broken_frames_is_refused_where_they_are():
     begin = next(begin for name, begin, _ in boxes(data) if name == b"mdat")
     middle = begin + (len(data) - begin) // 2
     broken = data[:middle] + bytes([data[middle] ^ 255]) + data[middle + 1 :]
-    assert len(all_frames(broken)) == 22  # left alone, ffmpeg paints over it and says nothing
-    assert probe(broken, KIND_VIDEO).frames == 22  # headers know nothing of it
+    assert len(all_frames(broken)) == 22  # by default ffmpeg conceals the error silently
+    assert probe(broken, KIND_VIDEO).frames == 22  # headers do not show it
     with pytest.raises(MediaError) as error:
         verify(broken, KIND_VIDEO)
     check_line(error)
@@ -549,7 +550,7 @@ def test_videos_without_stream_rate_or_frames_are_refused():
 
 def test_frames_that_an_edit_list_drops_are_missed():
     data = clip(9)
-    ticks = struct.unpack_from(">I", data, data.index(b"mdhd") + 16)[0]  # of a second
+    ticks = struct.unpack_from(">I", data, data.index(b"mdhd") + 16)[0]  # per second
     trimmed = patched(data, b"elst", 12, struct.pack(">I", 3 * ticks // 4))  # shown from frame 3 on
     with pytest.raises(MediaError, match="the file lists 9 frames, 6 decode"):
         verify(trimmed, KIND_VIDEO)
@@ -585,17 +586,17 @@ def test_video_bombs_are_refused_before_decoding(monkeypatch):
         raise AssertionError("a frame was asked for")
 
     monkeypatch.setattr(media, "_of_one_size", never)
-    # ffmpeg decodes the first JPEG while it opens the file, unless it is bound beforehand.
+    # ffmpeg decodes the first JPEG while it opens the file, unless a limit is set before.
     data = bytearray(stills([(48, 64)]))
     at = data.index(b"\xff\xc0") + 5
     data[at : at + 4] = struct.pack(">HH", 10000, 20000)
     data = patched(bytes(data), b"mp4v", 24, struct.pack(">HH", 20000, 10000))
-    started = time.process_time()  # of CPU: other work on the machine does not count
+    started = time.process_time()  # CPU time, so that other work on the machine does not count
     refuses(data, "no size, or more than 80000000 pixels")
     assert time.process_time() - started < 1
     monkeypatch.setattr(media, "MAX_PIXELS", 48 * 64 - 1)
     refuses(clip(9), "no size, or more than 3071 pixels")
-    if "libx264" in av.codecs_available:  # here ffmpeg knows the size without decoding
+    if "libx264" in av.codecs_available:  # ffmpeg knows the size of H.264 without decoding
         refuses(clip(9, codec="libx264"), "64 x 48 pixels; at most 3071 are read")
 
 

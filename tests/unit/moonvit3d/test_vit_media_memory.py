@@ -1,4 +1,4 @@
-"""Want of memory is no fault of a file, whatever a decoder calls it."""
+"""Lack of memory is never reported as a defect of a file, whatever error the decoder raises."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import pytest
 
 from moonvit3d.media import MediaError, is_turned, probe, read_image, read_video, verify
 
-# Decodes good files with less and less room, by a real limit of the process's address space.
+# Decode intact files with less and less memory, under a real limit of the address space.
 STARVED = """
 import io, json, resource, sys
 import numpy as np
@@ -49,7 +49,7 @@ print(json.dumps(outcomes))
 
 def test_a_good_file_is_not_called_bad_for_want_of_memory():
     command = [sys.executable, "-c", STARVED]
-    # What is freed goes back to the system at once, or the limit would never be met.
+    # Freed memory must return to the system immediately, or the limit would never be reached.
     given_back = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, env={**os.environ, **given_back}

@@ -1,4 +1,4 @@
-"""Predicted peak memory against what the allocator hands out."""
+"""Predicted peak memory against the allocator's measured peak."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def step(encoder, patches, grids):
 
 
 def frozen_step(encoder, patches, grids):
-    """The tower without a graph, as DEP runs a frozen one."""
+    """Run the tower without a graph, as DEP runs a frozen one."""
     with torch.no_grad():
         features = encoder.vision_tower(patches, grids)
     out = encoder.mm_projector(features, [num_tokens(*grid) for grid in grids])
@@ -40,7 +40,7 @@ def frozen_step(encoder, patches, grids):
 
 
 def measured_on_cpu(run, *args):
-    """Highest sum of all allocations and frees of one forward and backward pass."""
+    """Return the peak of all allocations minus frees over one forward and backward pass."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         run(*args)
     found = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -51,7 +51,7 @@ def measured_on_cpu(run, *args):
     return top
 
 
-# Each config and each type once; the other pairs with the slow tests.
+# Each config and each type once; slow tests cover the other pairs.
 PAIRS = list(zip(CONFIGS, (torch.float32, torch.bfloat16, torch.float64)))
 PAIRS += [
     pytest.param(sizes, dtype, marks=pytest.mark.slow)
@@ -81,7 +81,7 @@ def test_peak_is_predicted_on_a_gpu(sizes, make_patches):
     encoder = filled(config, torch.bfloat16, "cuda")
     grids = [(1, 64, 64), (4, 32, 32), *[(1, 16, 16)] * 40]
     patches = make_patches(grids).cuda()
-    step(encoder, patches, grids)  # library workspaces are not the encoder's
+    step(encoder, patches, grids)  # library workspaces do not belong to the encoder
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     step(encoder, patches, grids)
@@ -95,5 +95,5 @@ def test_shares_add_up_and_grow_with_the_item():
     together = activation_bytes(items, config)
     assert together.tolist() == [int(activation_bytes([item], config)[0]) for item in items]
     assert together[0] == 1024 * together[2]
-    assert 3.9 < together[1] / together[0] <= 4  # frames cost patches; only the tokens are shared
+    assert 3.9 < together[1] / together[0] <= 4  # frames cost patches; they share only the tokens
     assert activation_bytes([], config).tolist() == []

@@ -30,7 +30,7 @@ def test_float_patches_equal_bytes(encoder, items, make_patches):
 
 
 def test_one_pack_equals_item_by_item(encoder, items, make_patches):
-    """The plain twin of a pack: every item by itself, gradients adding up."""
+    """The reference runs every item separately and accumulates the gradients."""
     encoder = encoder.double()
     patches = make_patches(items)
 
@@ -51,7 +51,7 @@ def test_one_pack_equals_item_by_item(encoder, items, make_patches):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-3), (torch.bfloat16, 3e-2)])
 def test_gpu_equals_cpu(items, make_patches, dtype, most):
-    """Outputs and gradients; float32 runs item by item there, bfloat16 by the kernel."""
+    """Outputs and gradients agree; the GPU runs float32 item by item, bfloat16 with the kernel."""
     config = MoonViTConfig(width=144, depth=2, heads=2, mlp_width=288, pos_grid=6, out_width=64)
     encoder = VisionEncoder(config)
     initialise(encoder, 0)
@@ -74,10 +74,10 @@ def test_an_item_sees_only_itself(encoder, make_patches):
     out[4:6].sum().backward()  # the tokens of the middle item
     touched = [bool(part.any()) for part in split(patches.grad, grids)]
     assert touched == [False, True, False]
-    assert patches.grad[16:40].flatten(1).any(1).all()  # and every frame of it
+    assert patches.grad[16:40].flatten(1).any(1).all()  # all patches of all its frames
 
 
-# What others do to a model -----------------------------------------------------------------------
+# Hooks, compilation and adapters -----------------------------------------------------------------
 
 
 def gradients(call, encoder, patches, grids):
@@ -87,9 +87,9 @@ def gradients(call, encoder, patches, grids):
 
 @pytest.mark.parametrize("part", ["a block", pytest.param("all", marks=pytest.mark.slow)])
 def test_compiled_gradients_are_right(part, encoder, make_patches):
-    """AOTAutograd, which every compiling backend uses, loses gradients of overwritten tensors.
+    """AOTAutograd, which all compiling backends use, loses gradients of overwritten tensors.
 
-    All that is overwritten lies in a block, and tracing the whole takes 15 s.
+    All overwritten tensors are inside a block, and tracing the whole encoder takes 15 s.
     """
     encoder, grids = encoder.double(), [(1, 4, 4), (2, 2, 6)]
     patches = make_patches(grids)
@@ -168,7 +168,7 @@ def deterministic(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("device", ["cpu", GPU])
 def test_twice_gives_equal_bits(items, make_patches, device, dtype):
-    """Forward and backward, with torch refusing every operation that it knows to be otherwise."""
+    """Forward and backward, while torch refuses each operation known as nondeterministic."""
     config = MoonViTConfig(
         width=144, depth=2, heads=2, mlp_width=80, pos_grid=6, pos_init_std=0.5, out_width=40
     )
@@ -183,7 +183,7 @@ def test_twice_gives_equal_bits(items, make_patches, device, dtype):
         out.square().sum().backward()
         runs.append([out.detach(), *(p.grad.clone() for p in encoder.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*runs))
-    assert all(bool(g.any()) for g in runs[0])  # every parameter is reached
+    assert all(bool(g.any()) for g in runs[0])  # every parameter has a gradient
 
 
 def test_nothing_in_nothing_out(encoder, small):
@@ -195,7 +195,7 @@ def test_nothing_in_nothing_out(encoder, small):
 
 
 def test_float64_is_float64_throughout(encoder, items, make_patches):
-    """A central difference with a step of 1e-5 would expose any float32 step on the way."""
+    """A central difference with a step of 1e-5 would expose any float32 operation."""
     encoder = encoder.double()
     patches = make_patches(items)
     parameters = list(encoder.parameters())
@@ -227,7 +227,7 @@ def test_pooling_by_hand():
     grids = [(2, 2, 4), (1, 4, 2)]
     x = torch.arange(24, dtype=torch.float64)[:, None].repeat(1, 3)
     got = sd2_tpool(x, grids)[..., 0].tolist()
-    # Frames 0-7 and 8-15 average to 4-11; a token is its 2x2 square, row by row.
+    # Frames 0-7 and 8-15 average to 4-11; a token is a 2x2 square, in row order.
     assert got == [[4, 5, 8, 9], [6, 7, 10, 11], [16, 17, 18, 19], [20, 21, 22, 23]]
 
 
@@ -274,7 +274,7 @@ def test_initialisation_depends_on_seed_and_name_only(small):
     other = VisionEncoder(small).double()
     with torch.no_grad():
         for parameter in other.parameters():
-            parameter.fill_(float("nan"))  # whatever is not written stays visible
+            parameter.fill_(float("nan"))  # unwritten values stay visible
     torch.rand(5)
     initialise(other, seed=3)
     for (name, a), b in zip(one.named_parameters(), other.parameters()):
@@ -289,7 +289,7 @@ FROZEN = [0.0032, -0.0297, 0.0504]
 
 
 def test_initialisation_is_frozen(small):
-    """Runs that should agree across versions of this code draw the same numbers."""
+    """Runs of different versions of this code must draw the same numbers."""
     model = VisionEncoder(small)
     initialise(model, seed=0)
     weight = model.get_parameter("vision_tower.encoder.blocks.1.mlp.fc0.weight")
@@ -301,7 +301,7 @@ def test_initial_scales(small):
                                         pos_init_std=0.02, out_width=200))  # fmt: skip
     initialise(model, seed=0)
     block = "vision_tower.encoder.blocks.0."
-    truncation = 0.8796  # std of a normal cut at two deviations
+    truncation = 0.8796  # std of a normal distribution truncated at two deviations
     for name, std in {
         "vision_tower.patch_embed.pos_emb.weight": 0.02,
         "vision_tower.patch_embed.proj.weight": truncation * 588**-0.5,
@@ -316,7 +316,7 @@ def test_initial_scales(small):
     assert not model.get_parameter(block + "norm0.bias").any()
 
 
-# What is refused --------------------------------------------------------------------------------
+# Refusals ---------------------------------------------------------------------------------------
 
 
 def with_a_bad_pixel(value):

@@ -1,10 +1,11 @@
 """Tower and projector against transformers 5.23.0's Kimi_K25VisionModel and projection class.
 
-Random configs and packs of mixed frame counts, and the edges by hand. In float32 every item's
-tokens, before and after the projector, and the gradient of every parameter must lie within 1e-5 of
-the oracle's, as a relative distance of whole tensors; an item is a tensor of its own, so that a
-small one cannot hide behind a large one. In float64 the distance falls to 1e-13: what float32
-leaves is rounding. Then the comparison is shown to notice an encoder that is wrong in one place.
+The cases are random configs and packs of mixed frame counts, and hand-made edge cases. In float32,
+every item's tokens before and after the projector and the gradient of every parameter must lie
+within 1e-5 of the oracle's, as a relative distance of whole tensors. Each item is a separate
+tensor, so that a small item cannot hide behind a large one. In float64 the distance falls to 1e-13,
+which shows that the float32 distance is rounding. A last part shows that the comparison detects an
+encoder that is wrong in one place.
 """
 
 import math
@@ -46,8 +47,9 @@ class Case:
     """A config, a pack of items, and the seed of weights and pixels.
 
     Args:
-        gain: scale of the embeddings. Small ones make the epsilon of the norms felt, and drown the
-            patches in the biases of the first blocks: all then look alike to the later ones.
+        gain: scale of the embeddings. A small scale makes the epsilon of the norms visible. It also
+            drowns the patches in the biases of the first blocks, so that later blocks see equal
+            patches.
     """
 
     name: str
@@ -58,7 +60,7 @@ class Case:
 
 
 def random_case(seed: int) -> Case:
-    """An encoder, and 2 to 6 items, at least two of them with different frame counts."""
+    """Return an encoder and 2 to 6 items; at least two items have different frame counts."""
     rng = random.Random(seed)
     head_dim = rng.choice([4, 8, 12, 16, 20, 36, 40, 72])
     heads = rng.choice([n for n in range(1, 9) if 16 <= n * head_dim <= 144])
@@ -113,18 +115,18 @@ FAINT = [replace(case, name=f"faint{case.seed}", gain=0.1) for case in RANDOM[:N
 MORE_FAINT = [pytest.param(case, marks=pytest.mark.slow) for case in FAINT[4:]]
 
 
-# The two sides ----------------------------------------------------------------------------------
+# Our encoder and the oracle ---------------------------------------------------------------------
 
 
 def pixels_of(grids, seed=0):
-    """Random bytes, [L, 3, 14, 14]."""
+    """Return random bytes, [L, 3, 14, 14]."""
     generator = torch.Generator().manual_seed(seed)
     shape = (sum(map(math.prod, grids)), 3, 14, 14)
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
 
 def filled_encoder(case):
-    """Every tensor random, biases and norms too, at a scale where nothing saturates."""
+    """Return an encoder with every tensor random, at a scale where no activation saturates."""
     encoder = VisionEncoder(case.config)
     generator = torch.Generator().manual_seed(case.seed)
     with torch.no_grad():
@@ -144,10 +146,10 @@ def filled_encoder(case):
 
 
 def oracle(config, encoder):
-    """transformers' tower and projection with our weights and type, tensors matched by name.
+    """Return transformers' tower and projection with our weights and type, matched by name.
 
-    `layouts` renames them; test_vit_weights holds it against transformers' own files, and its order
-    of rows against numbers by hand.
+    `layouts` renames the tensors. test_vit_weights checks it against transformers' own files, and
+    its row order against hand-made numbers.
     """
     vision = kimi.Kimi_K25VisionConfig(
         pos_emb_height=config.pos_grid, pos_emb_width=config.pos_grid,
@@ -176,10 +178,10 @@ Results = dict[str, torch.Tensor]
 
 
 def results_of_oracle(encoder, patches, grids) -> Results:
-    """Outputs and gradients of transformers with the encoder's weights, names as there.
+    """Return transformers' outputs and gradients with our encoder's weights, under its own names.
 
-    One call takes several items of one frame count only, so the pack is fed in up to four parts,
-    and the gradients add up over them.
+    One call accepts only items of one frame count, so the pack is fed in up to four parts, and the
+    gradients accumulate over them.
     """
     tower, projection = oracle(encoder.config, encoder)
     pixels = (patches.double() / 127.5 - 1).to(tower.dtype).split([math.prod(g) for g in grids])
@@ -198,7 +200,7 @@ def results_of_oracle(encoder, patches, grids) -> Results:
 
 
 def results_of_ours(encoder, patches, grids) -> Results:
-    """The same of our encoder, the whole pack in one call, under transformers' names."""
+    """Return the results of our encoder, with the pack in one call, under transformers' names."""
     tokens = [h * w // 4 for _, h, w in grids]
     merged = encoder.vision_tower(patches, grids).split(tokens)
     final = encoder(patches, grids).split(tokens)
@@ -209,7 +211,7 @@ def results_of_ours(encoder, patches, grids) -> Results:
 
 
 def weighted_sum(outputs):
-    """A loss that weighs every number by a fixed random one."""
+    """Return a loss that weighs every value with a fixed random number."""
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(out.shape, generator=generator) for out in outputs.values()]
     return sum((out * weight).sum() for out, weight in zip(outputs.values(), weights))
@@ -220,16 +222,16 @@ def detached(tensors):
 
 
 def gradients(module, prefix=""):
-    """Gradient of each parameter; zeros where none arrived."""
+    """Return the gradient of each parameter; a missing gradient counts as zeros."""
     named = module.named_parameters(prefix.rstrip("."))
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named}
 
 
 def distances(got: Results, want: Results) -> dict[str, float]:
-    """||got - want|| / ||want|| of each tensor.
+    """Return ||got - want|| / ||want|| of each tensor.
 
-    A bias on the keys shifts all logits of a query alike; without rotation its gradient would
-    vanish. It is measured against the gradient of its weight instead.
+    A bias on the keys shifts all logits of a query equally; without rotation its gradient would
+    vanish. It is therefore measured against the gradient of its weight.
     """
     assert got.keys() == want.keys()
     out = {}
@@ -241,7 +243,7 @@ def distances(got: Results, want: Results) -> dict[str, float]:
 
 
 def distances_from_oracle(case, encoder, patches=None):
-    """How far the encoder is from the oracle with the case's weights."""
+    """Return the distances of the encoder from the oracle with the case's weights."""
     patches = pixels_of(case.grids, case.seed) if patches is None else patches
     unspoilt = filled_encoder(case).to(encoder.mm_projector.pre_norm.weight.dtype)
     want = results_of_oracle(unspoilt, patches, case.grids)
@@ -268,7 +270,7 @@ def test_equals_transformers(case):
 
 @pytest.mark.parametrize(("height", "width"), [(14, 196), (196, 14), (1, 300), (14, 14), (15, 29)])
 def test_thin_images_equal_transformers(height, width):
-    """Images of one patch on a side, padded to two: half of their patches are alike."""
+    """Images with a side of one patch are padded to two: half of their patches are equal."""
     rng = np.random.default_rng(0)
     images = [(height, width), (20, 90), (height, width)]
     packed = [image_patches(rng.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in images]
@@ -278,7 +280,7 @@ def test_thin_images_equal_transformers(height, width):
 
 
 class TorchInFloat64:
-    """torch, with float64 where a module says float32."""
+    """The torch module, with float64 in place of float32."""
 
     float = float32 = torch.float64
 
@@ -288,16 +290,17 @@ class TorchInFloat64:
 
 @pytest.mark.parametrize("case", [*EDGES, *FAINT[:4], *MORE_FAINT], ids=lambda case: case.name)
 def test_equals_transformers_in_float64(case, monkeypatch):
-    """Equal to rounding of float64, so that what float32 leaves is rounding too.
+    """Results are equal up to float64 rounding, so the float32 distance is rounding, too.
 
-    Needed where patches look alike (FAINT): the gradients of q and k then nearly vanish beside
-    that of v, and float32 keeps little of them. Of 876 such in 100 faint cases 54 were more than
-    1e-5 from the oracle's (4e-5 at most; every other tensor within 6e-6). Against float64, 51 of
-    ours and 6 of the oracle's were; none of ours with `attend_reference` in the place of the
-    fused attention, whose backward pass rounds in another order.
+    This check is needed where patches look alike (FAINT): the gradients of q and k then nearly
+    vanish next to the gradient of v, and float32 keeps few of their digits. Of 876 such gradients
+    in 100 faint cases, 54 were more than 1e-5 from the oracle's (4e-5 at most; every other tensor
+    was within 6e-6). Against float64, 51 of our gradients and 6 of the oracle's were that far off,
+    and none of ours with `attend_reference` in place of the fused attention, whose backward pass
+    rounds in another order.
 
-    The oracle computes its rotary and bicubic weights in float32 whatever its parameters are;
-    here it is made to use float64.
+    The oracle computes its rotary and bicubic weights in float32 for every parameter type; this
+    test makes it use float64.
     """
     for later in (kimi, vision_utils):
         monkeypatch.setattr(later.module(), "torch", TorchInFloat64())
@@ -306,7 +309,7 @@ def test_equals_transformers_in_float64(case, monkeypatch):
     assert not over(apart, TOLERANCE_FLOAT64)
 
 
-# The comparison has teeth -----------------------------------------------------------------------
+# Sensitivity of the comparison ------------------------------------------------------------------
 
 TEETH = Case("teeth", SMALL, ((1, 2, 10), (3, 4, 6), (1, 6, 6), (4, 2, 4), (1, 2, 2)), gain=0.3)
 
@@ -338,7 +341,7 @@ def test_one_weight_off_by_a_thousandth_is_seen(wanted):
 def test_one_pixel_is_seen_in_its_item_alone(wanted):
     patches, want = wanted
     touched = patches.clone()
-    touched[-1, 0, 0, 0] ^= 1  # of the smallest item, the last
+    touched[-1, 0, 0, 0] ^= 1  # the last item, which is the smallest
     apart = distances(results_of_ours(filled_encoder(TEETH), touched, TEETH.grids), want)
     seen = [name for name in over(apart, TOLERANCE) if name.startswith(("tower ", "final "))]
     assert seen == ["tower 4 (1, 2, 2)", "final 4 (1, 2, 2)"]
@@ -359,7 +362,7 @@ def coded_images(module, args, out):
 
 
 def reordered(order):
-    """A fault of the rows of q, k and v in every block: `order(q, k, v)`."""
+    """Return a fault that reorders the rows of q, k and v in every block: `order(q, k, v)`."""
 
     def spoil(encoder):
         for layer in encoder.vision_tower.encoder.blocks:
@@ -397,7 +400,7 @@ PLACES = positions, "patch_places"
 MATRIX = positions, "bicubic_matrix"
 POOL = merge, "_pool"
 FRAMES = [h * w for t, h, w in TEETH.grids for _ in range(t)]
-# A function of a module in whose place another comes, which gets it first.
+# (module, function name, replacement); the replacement receives the original function first.
 REPLACED = {
     "no temporal code": (*CODE, lambda code, *a: torch.zeros_like(code(*a))),
     "cosines before sines": (*CODE, lambda code, width, *a: code(width, *a).roll(width // 2, 1)),
@@ -424,7 +427,7 @@ REPLACED = {
     "neighbours seen": other_segments(lambda held: [held[0] + held[1], *held[2:]]),
     "frames apart": other_segments(lambda held: [*FRAMES, *held[len(TEETH.grids) :]]),
 }  # fmt: skip
-# What else spoils an encoder in one place.
+# Other faults in one place of an encoder.
 SPOILT = {
     "temporal code on images": lambda e: pos_emb(e).register_forward_hook(coded_images),
     "pairs in two halves": reordered(

@@ -1,4 +1,4 @@
-"""Packs of bounded size, and that no bit of an item's output hangs on its pack."""
+"""Packs of bounded size; the bits of an item's output do not depend on its pack."""
 
 import random
 from pathlib import Path
@@ -37,7 +37,7 @@ def split(patches, grids):
 
 
 def differing_items(case, dtype, make_patches):
-    """Items whose output has other bits in company, in other order or in small chunks."""
+    """Return the items whose output bits change in a pack, in another order or in small chunks."""
     encoder, grids = random_encoder(case, dtype), random_grids(case)
     parts = split(make_patches(grids), grids)
     order = random.Random(case + 1).sample(range(len(grids)), len(grids))
@@ -49,7 +49,8 @@ def differing_items(case, dtype, make_patches):
         shuffled = encoder(torch.cat([parts[i] for i in order]), [grids[i] for i in order])
     pieces = shuffled.split([ends[i] for i in order])
     ways.append(torch.cat([pieces[order.index(i)] for i in range(len(grids))]))
-    with torch.enable_grad():  # a training step keeps a graph: other code, the same bits
+    # a training step keeps a graph and runs other code, with the same bits
+    with torch.enable_grad():
         ways.append(encoder(torch.cat(parts), grids).detach())
     return [
         i
@@ -60,7 +61,7 @@ def differing_items(case, dtype, make_patches):
 
 
 def repeats(case, make_patches):
-    """Whether outputs and gradients have the same bits twice."""
+    """Return whether two runs have bit-equal outputs and gradients."""
     encoder, grids = random_encoder(case, torch.float32), random_grids(case)
     patches = make_patches(grids)
     runs = []
@@ -78,9 +79,9 @@ def test_company_changes_no_bit(case, dtype, make_patches):
 
 @pytest.mark.parametrize("threads", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_company_changes_no_bit_on_several_threads(threads):
-    """Nor does a second run, gradients included.
+    """A second run also gives the same bits, gradients included.
 
-    In a process of its own: the number of threads is a setting of the whole process.
+    The test runs in a separate process because the thread count is a process-wide setting.
     """
     here = Path(__file__).parent
     code = (
@@ -101,7 +102,7 @@ def test_company_changes_no_bit_on_several_threads(threads):
 
 
 def test_item_by_item_equals_whole(monkeypatch, make_patches):
-    """What more than two threads do, with a graph and without, items of no rows among them."""
+    """The code for more than two threads runs with and without a graph, with empty items, too."""
     encoder, grids = random_encoder(5, torch.float64), random_grids(5)
     patches = make_patches(grids)
     results = []
@@ -118,7 +119,7 @@ def test_item_by_item_equals_whole(monkeypatch, make_patches):
 
 
 def test_without_whole_blocks_company_would_show(monkeypatch, make_patches):
-    """The padding is what makes the tests above pass: without it they fail."""
+    """Padding makes the tests above pass: without it they fail."""
     monkeypatch.setattr(rows, "padding", lambda *_: 0)
     assert any(differing_items(case, torch.float64, make_patches) for case in range(4))
 

@@ -27,7 +27,7 @@ def positions(side, width, dtype=torch.float32):
 
 
 def interpolated(weight, h, w):
-    """The reference's way: F.interpolate over the table as an image."""
+    """Interpolate like the reference: F.interpolate over the table as an image."""
     plane = weight.detach().permute(2, 0, 1)[None]
     out = F.interpolate(plane, size=(h, w), mode="bicubic", align_corners=False)
     return out[0].permute(1, 2, 0).flatten(0, 1)
@@ -50,7 +50,7 @@ def test_matrix_product_equals_interpolate(side, size):
 def test_native_grid_is_the_table_itself():
     module = positions(6, 8)
     assert torch.equal(resample(module.weight, 6, 6), module.weight.flatten(0, 1))
-    # One native side is not enough to skip the other axis.
+    # One side of native size does not skip the interpolation of the other axis.
     assert not torch.equal(resample(module.weight, 6, 8)[:6], module.weight[0, :6])
 
 
@@ -124,7 +124,7 @@ def test_rotation_in_place_equals_the_plain_one(dtype, atol):
     assert torch.equal(push, kept)  # the incoming gradient is not overwritten
     torch.testing.assert_close(got, want, rtol=0, atol=4 * atol)
     torch.testing.assert_close(grad, wanted_grad, rtol=0, atol=4 * atol or 4e-2)
-    turned = push.T.contiguous().T  # an incoming gradient in another order of memory
+    turned = push.T.contiguous().T  # an incoming gradient with another memory layout
     (again,) = torch.autograd.grad(
         rotate_qkv(leaf * 1, torch.complex(cos, sin), heads, [48, 16]), leaf, turned
     )
@@ -132,7 +132,7 @@ def test_rotation_in_place_equals_the_plain_one(dtype, atol):
 
 
 def test_gradients_of_many_sizes_add_up_in_float32():
-    """A bfloat16 grid resampled to 60 sizes: its gradient is rounded once, not 60 times."""
+    """A bfloat16 grid is resampled to 60 sizes: its gradient is rounded once, not 60 times."""
     grids = [(1, h, w) for h in range(2, 22, 2) for w in range(2, 14, 2)]
     torch.manual_seed(0)
     push = torch.randn(sum(h * w for _, h, w in grids), 8, dtype=torch.float64)

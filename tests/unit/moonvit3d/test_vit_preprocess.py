@@ -18,7 +18,7 @@ from tests.unit.moonvit3d.plain import functions_of_transformers, plain_patches
 
 
 def tensor_sha(tensor):
-    """The frozen hashes' form: compact sorted JSON of dtype and shape, NUL, raw bytes."""
+    """Hash like the frozen hashes: compact sorted JSON of dtype and shape, NUL, raw bytes."""
     facts = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
     head = json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()
     return hashlib.sha256(head + b"\0" + tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
@@ -58,10 +58,11 @@ def test_golden_hashes_of_the_released_processor(pixels, grid, sha):
 
 @pytest.fixture(scope="module")
 def processor():
-    """transformers' Kimi_K25ImageProcessor without torchvision: `preprocess(pixels, limits)`.
+    """Return transformers' Kimi_K25ImageProcessor without torchvision, as `run(pixels, limits)`.
 
-    Its own methods run, cut out of the installed file; what it takes from torchvision is fed:
-    Pillow's resize (as the released processor does it), zero padding, subtract-and-divide.
+    The processor's own methods run, extracted from the installed file. Substitutes replace its
+    torchvision calls: Pillow's resize (as in the released processor), zero padding,
+    subtract-and-divide.
     """
     pytest.importorskip("transformers")
     from transformers.image_processing_backends import TorchvisionBackend
@@ -158,7 +159,7 @@ def fuzz_sizes():
 def test_any_size_equals_the_plain_rule(limits):
     whole = noise(900, 900)
     for height, width in fuzz_sizes():
-        pixels = whole[:height, :width]  # a view: rows do not lie end to end
+        pixels = whole[:height, :width]  # a view: rows are not contiguous
         for cut, limit in (
             (image_patches, limits.image),
             (lambda p, limits: video_patches(p[None], limits), limits.frame),
@@ -172,7 +173,7 @@ def test_any_size_equals_the_plain_rule(limits):
 @pytest.mark.parametrize(
     ("height", "width", "grid"),
     [
-        (896, 896, (1, 64, 64)),  # 64 x 64 patches, the native grid of positions, no pixel over
+        (896, 896, (1, 64, 64)),  # 64 x 64 patches, the native grid of positions, no padding
         (1, 7168, (1, 2, 512)),  # exactly 512 patches on a side
         (28, 7168, (1, 2, 512)),
         (28, 7169, (1, 2, 512)),  # one pixel more: shrunk
@@ -195,7 +196,7 @@ def test_largest_sizes_are_shrunk_by_the_plain_rule(height, width, grid):
 def test_the_source_is_left_alone_and_views_equal_copies():
     frames = np.stack([noise(40, 60, seed) for seed in range(4)])
     kept = frames.copy()
-    turned = frames[::-1, ::-1, ::2, ::-1]  # back to front in time, height and colour
+    turned = frames[::-1, ::-1, ::2, ::-1]  # reversed in time, height and colour
     patches, grid = video_patches(turned)
     want, want_grid = video_patches(np.ascontiguousarray(turned))
     assert grid == want_grid == (4, 4, 4)

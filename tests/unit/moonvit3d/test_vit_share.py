@@ -1,4 +1,4 @@
-"""A share of an item: which patches it holds, and that a share of everything is the item."""
+"""Shares of an item: the patches of each share; a share of all tokens equals the item."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ GRIDS = [(1, 2, 2), (1, 6, 10), (3, 4, 6), (4, 2, 8), (2, 10, 2)]
 
 
 def slow_rows(grid, tokens):
-    """By numbering the patches of a picture and cutting it up."""
+    """Number the patches of an item and return those of the tokens."""
     t, h, w = grid
     numbers = np.arange(t * h * w).reshape(grid)
     found = []

@@ -22,7 +22,7 @@ TOLERANCE = 2e-5  # as in test_vit_oracle
 
 
 def randomise(module, seed=0):
-    """Every tensor random, at a scale where no activation saturates."""
+    """Fill every tensor with random values at a scale where no activation saturates."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -33,7 +33,7 @@ def randomise(module, seed=0):
 
 
 def blank(config, dtype=torch.float32):
-    """An encoder in which whatever is not written stays visible."""
+    """Return an encoder of NaNs, in which unwritten values stay visible."""
     encoder = VisionEncoder(config).to(dtype)
     with torch.no_grad():
         for parameter in encoder.parameters():
@@ -46,7 +46,7 @@ def untouched(encoder):
 
 
 def same(one, other):
-    """Equal names, types and bits."""
+    """Return whether names, types and bits are equal."""
     assert one.keys() == other.keys()
     return all(one[n].dtype == other[n].dtype and torch.equal(one[n], other[n]) for n in one)
 
@@ -57,7 +57,7 @@ def tensors(encoder):
 
 
 def shard(folder, tensors, place):
-    """Write tensors into the files that `place(name)` says, with an index."""
+    """Write tensors into the files chosen by `place(name)`, with an index."""
     places = {name: place(name) for name in tensors}
     for file in set(places.values()):
         save_file({n: tensors[n].contiguous() for n in tensors if places[n] == file}, folder / file)
@@ -77,7 +77,7 @@ def test_a_round_trip_changes_no_bit(encoder, small, tmp_path, dtype):
     assert same(dict(other.named_parameters()), dict(encoder.named_parameters()))
     save(other, tmp_path / "again.safetensors")
     assert path.read_bytes() == (tmp_path / "again.safetensors").read_bytes()
-    assert same(load_file(path), encoder.state_dict())  # the library reads what we write
+    assert same(load_file(path), encoder.state_dict())  # the library reads our files
     with safe_open(path, "pt") as file:
         assert file.metadata()["format"] == "pt"
         stated = json.loads(file.metadata()["moonvit3d"])
@@ -128,7 +128,7 @@ def test_saving_replaces_nothing_unasked_and_nothing_by_half(encoder, tmp_path, 
     assert os.listdir(tmp_path) == ["encoder.safetensors"]
     save(encoder, path, overwrite=True)
     assert same(load_file(path), encoder.state_dict())
-    assert path.stat().st_mode & 0o044  # readable as any other file, not private
+    assert path.stat().st_mode & 0o044  # readable like any other file, not private
     with pytest.raises(FileNotFoundError):
         save(encoder, tmp_path / "nowhere" / "encoder.safetensors")
 
@@ -166,7 +166,7 @@ def test_narrowing_that_changes_nothing_needs_no_leave(encoder, small, tmp_path)
 
 
 def test_bfloat16_and_float16_hold_different_numbers(encoder, small, tmp_path):
-    """Neither is the wider one: a number that both hold passes, another does not."""
+    """Neither type is wider: values that both hold pass, other values do not."""
     encoder = encoder.half().bfloat16()
     with torch.no_grad():
         encoder.mm_projector.proj[2].bias[3] = 2.0**-30
@@ -185,7 +185,7 @@ def test_rounding_does_not_make_infinity(encoder, small, tmp_path):
     assert untouched(other)
 
 
-# What is refused --------------------------------------------------------------------------------
+# Refusals ---------------------------------------------------------------------------------------
 
 BIAS = "vision_tower.encoder.blocks.1.wqkv.bias"
 LAST = "mm_projector.proj.2.bias"
@@ -275,7 +275,7 @@ def test_what_no_shape_shows_is_checked_against_the_file(encoder, small, tmp_pat
         save_file(load_file(path), path, {"moonvit3d": text})
         with pytest.raises(ValueError, match="metadata moonvit3d = '.*': want JSON sizes"):
             load(blank(small), path)
-    save_file(load_file(path), path)  # another writer states nothing
+    save_file(load_file(path), path)  # files of other writers have no such metadata
     load(blank(MoonViTConfig(**{**sizes, "heads": 2})), path)
 
 
@@ -310,7 +310,7 @@ def test_parts_load_alone(encoder, small, tensors, tmp_path):
 
 @pytest.mark.parametrize("names", [dict, "transformers"])
 def test_of_a_whole_checkpoint_only_the_needed_shards_are_read(small, tensors, tmp_path, names):
-    """The language model's shard does not even exist; a block's q, k and v lie in two shards."""
+    """The language model's shard does not exist; a block's q, k and v are in two shards."""
     stored = dict(tensors)
     if names == "transformers":
         stored = {f"model.{n}": t for n, t in to_transformers(tensors, small).items()}
@@ -358,7 +358,7 @@ SIZES = [  # width, heads, depth: several heads, one head, head_dim 72, two pair
 
 
 def kimi(width, heads, depth):
-    """A small random Kimi_K25 model of transformers and the config of our encoder."""
+    """Return a small random Kimi_K25 model of transformers and the config of our encoder."""
     sizes = transformers.Kimi_K25Config(
         text_config=dict(TEXT, hidden_size=16), projection_hidden_size=width,
         vision_config=dict(pos_emb_height=6, pos_emb_width=6, num_attention_heads=heads,
@@ -372,7 +372,7 @@ def kimi(width, heads, depth):
 
 
 def vision(state):
-    """The vision tensors of a state dict, without a model's prefix."""
+    """Return the vision tensors of a state dict, without a model's prefix."""
     plain = {name.removeprefix("model."): value for name, value in state.items()}
     return {n: v for n, v in plain.items() if n.startswith(("vision_tower.", "mm_projector."))}
 
@@ -407,7 +407,7 @@ def test_transformers_models_load(width, heads, depth, tmp_path, make_patches):
 
 
 def test_transformers_reads_what_we_save(tmp_path):
-    """Our file, with a language model's tensors beside it, is a whole checkpoint to its loader."""
+    """Our file next to a language model's tensors is a whole checkpoint to its loader."""
     theirs, config = kimi(*SIZES[0])
     encoder = randomise(VisionEncoder(config), seed=9)
     save(encoder, tmp_path / "vision.safetensors")
@@ -473,13 +473,13 @@ def siglip_config(**changes):
 
 @pytest.fixture(scope="module")
 def siglip():
-    """A small random SiglipVisionModel; SO400M has the same parts."""
+    """Return a small random SiglipVisionModel; SO400M has the same parts."""
     config = transformers.SiglipVisionConfig(**SIGLIP)
     return randomise(transformers.SiglipVisionModel(config).eval())
 
 
 def test_siglip_tower_computes_the_same(siglip, tmp_path, monkeypatch):
-    """With its own grid, its epsilon and no rotation, before merging, on an image of its size."""
+    """Compare before merging, with its grid and epsilon, no rotation, on an image of its size."""
     save_file(siglip.state_dict(), tmp_path / files.SINGLE)
     config = siglip_config()
     encoder = randomise(VisionEncoder(config), seed=3)
@@ -505,7 +505,7 @@ def test_siglip_tower_computes_the_same(siglip, tmp_path, monkeypatch):
 
 
 def test_siglip_in_all_its_files(siglip, tmp_path):
-    """SiglipModel with its text tower, and the vision model with and without the prefix."""
+    """Files of SiglipModel with its text tower, and of the vision model with and without prefix."""
     full = transformers.SiglipModel(
         transformers.SiglipConfig(
             vision_config=SIGLIP,
@@ -590,7 +590,8 @@ def test_conversion_of_a_whole_checkpoint_keeps_the_vision(tmp_path):
     convert(tmp_path, tmp_path / "vision.safetensors")  # 144 / 72 = 2 heads, by the rule
     released = from_transformers(theirs.state_dict(), config)
     assert same(load_file(tmp_path / "vision.safetensors"), released)
-    load(blank(config), tmp_path / "vision.safetensors")  # constants that nobody stated are free
+    # constants that the file does not state are free
+    load(blank(config), tmp_path / "vision.safetensors")
     load(
         blank(MoonViTConfig(**{**vars(config), "norm_eps": 1e-6})), tmp_path / "vision.safetensors"
     )
@@ -613,7 +614,7 @@ def test_conversion_from_siglip(siglip, tmp_path):
         run("convert", tower, tmp_path / "b", "--part", "vision_tower", "--heads", 2)
     theirs = tmp_path / "theirs.safetensors"
     run("convert", tmp_path, theirs, "--heads", 4, "--to", "transformers")
-    config = siglip_config(pos_grid=64)  # Kimi's, when nothing is asked
+    config = siglip_config(pos_grid=64)  # Kimi's grid by default
     wanted = to_transformers(from_siglip(siglip.state_dict(), config), config, "vision_tower")
     assert same(load_file(theirs), wanted)
 

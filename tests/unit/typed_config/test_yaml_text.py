@@ -1,4 +1,4 @@
-"""YAML of the configuration: what is written is read back equal, and numbers are decimal."""
+"""YAML of the configuration: written values read back equal, and numbers are decimal."""
 
 import math
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from typed_config.yaml_text import dump, one_line, parse
 
-# Half pairs included, and texts that look like numbers, dates and words of YAML.
+# Lone surrogates are included, and texts that look like numbers, dates and words of YAML.
 TEXTS = st.one_of(
     st.text(st.characters()),
     st.from_regex(r"[-+]?[0-9._:eE xXbo]{1,12}", fullmatch=True),
