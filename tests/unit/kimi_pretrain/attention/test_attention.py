@@ -187,9 +187,7 @@ def test_a_row_without_documents_has_no_maxima():
 
 
 def test_bfloat16_is_rounded_once():
-    """Compares with fp64 on the same rounded inputs, within one or two roundings of the result
-    type.
-    """
+    """Compares with fp64 on the same rounded inputs, within one or two roundings of the result."""
     spans = KeySpans.of(*random_row(2))
     rounded = inputs(torch.bfloat16, 2)
     found = everything(attention("blocks", spans, 0.3), *rounded)

@@ -391,9 +391,7 @@ time.sleep(600)
     rank.kill()
     rank.wait()
     until = time.monotonic() + 50
-    with suppress(
-        FileNotFoundError, ProcessLookupError
-    ):  # missing after its end, empty for a zombie
+    with suppress(FileNotFoundError, ProcessLookupError):  # missing once gone, empty for a zombie
         while Path(f"/proc/{pid}/cmdline").read_bytes():
             assert time.monotonic() < until, "the writer outlives its rank"
             time.sleep(0.05)

@@ -72,8 +72,7 @@ def kill_runs(folder: Path, kills: int, seed: int) -> None:
 
 
 def kill_writers(folder: Path, kills: int, seed: int) -> None:
-    """Kill only the writer, at least `kills` times and at least once during a save; the run
-    continues.
+    """Kill only the writer while the run continues, at least `kills` times and once during a save.
 
     On a busy machine a save may be faster than the kill.
     """

@@ -162,8 +162,9 @@ def one_t(replicas: int) -> Division:
 
 @pytest.mark.parametrize("replicas", [1, 2, 8])
 def test_experts_even_out_what_large_matrices_leave(replicas):
-    """With several copies of each expert, ranks that have an o_proj are given fewer experts; else
-    they would be busier than the others by all of it.
+    """Ranks with an o_proj are given fewer experts if each expert has several copies.
+
+    Otherwise they would be busier than the others by the whole matrix.
     """
     division = one_t(replicas)
     assert max(load.flops for load in division.loads) <= 1.06 * least_possible(division)
