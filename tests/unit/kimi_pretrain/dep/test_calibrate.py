@@ -189,9 +189,7 @@ def flops_of(run: EncoderRun, pack: Pack) -> float:
 
 
 def test_a_step_s_work_is_what_a_training_step_computes():
-    """Torch counts four forward passes, or one if all is frozen, and no recompute of a
-    frozen tower.
-    """
+    """Torch counts four forward passes, or one if all is frozen; a frozen tower runs only once."""
     pack, cpu = Pack(((1, 16, 16),) * 3), torch.device("cpu")
     run = EncoderRun(TINY, torch.float32, cpu)
     pixels, grids = run._images(pack.patches), list(pack.grids)

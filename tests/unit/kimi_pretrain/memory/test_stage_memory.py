@@ -243,9 +243,7 @@ def test_a_smaller_chunk_still_holds_any_medium():
 
 
 def test_a_shared_row_leaves_nothing_that_grows_with_it():
-    """Holds with `mla_up`; without it the gathered latents take 2,304 bytes per token of
-    the row.
-    """
+    """Holds with `mla_up`; otherwise the gathered latents take 2,304 bytes per row token."""
     found = {}
     for settings in ([], ["train.recompute=[norms, swiglu]"]):
         sizes = []
