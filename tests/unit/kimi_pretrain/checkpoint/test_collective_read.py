@@ -62,7 +62,7 @@ def test_turns_are_shared_out_within_a_group():
 
 @pytest.mark.parametrize("broken", ["a shape", "a file"])
 def test_what_fails_on_one_rank_fails_on_all(saved, monkeypatch, broken):
-    """All ranks raise the same error; if it is detected in advance, no tensor has changed."""
+    """All ranks raise the same error; an error detected in advance changes no tensor."""
     copies = {name: "encoder" for name in ranks.tensors() if name != OWN}
 
     def work(mesh):

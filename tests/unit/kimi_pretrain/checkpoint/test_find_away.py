@@ -203,7 +203,7 @@ def test_a_manifest_that_goes_while_it_is_looked_at_is_no_damage(root, monkeypat
 
 
 def test_a_machine_that_does_not_see_the_place_finds_no_damage(root):
-    """Its mount may be missing, although another rank has already shared the checkpoint's texts."""
+    """The mount may be missing, although another rank has already shared the manifest's text."""
     found = open_place(root).checkpoint(3)
     found.know(found.texts())
     (root / NEWEST / FILE).unlink()

@@ -50,7 +50,7 @@ def test_a_copy_that_differs_is_named_on_all_ranks(name, rank):
             hash_tensors(mine, mesh)
         return str(told.value)
 
-    first = rank if (name, rank) != ("stage.1.2", 1) else 3  # rank 1 is compared as the first
+    first = rank if (name, rank) != ("stage.1.2", 1) else 3  # rank 1 holds the first copy
     assert on_ranks(4, work) == [f"rank {first} holds another {name} than the ranks before it"] * 4
 
 

@@ -194,7 +194,7 @@ def test_an_owner_who_cannot_be_read_is_no_owner_who_left(tmp_path, monkeypatch)
 
 
 def test_writers_that_are_killed_are_worth_a_restart(tmp_path):
-    """The node's OOM killer may do this in every save."""
+    """The node's OOM killer may kill the writer in every save."""
     saver = save(open_place(tmp_path), None, "checkpoint.failures=2")
     for step in (1, 2):
         if step > 1:

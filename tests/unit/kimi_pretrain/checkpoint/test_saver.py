@@ -33,7 +33,7 @@ def checkpoints(folder, mesh, *overrides: str) -> CheckpointSaver:
 
 
 def every_type(rank: int) -> dict[str, torch.Tensor]:
-    """Return a rank's tensors of every dtype, which all three ranks hold, or two, or only it."""
+    """Return one rank's tensors of every dtype; three ranks, two, or one hold each of them."""
     draw = torch.Generator().manual_seed(7)
     shared = {
         f"both.{name}": torch.randint(0, 2, (3, size), generator=draw).to(dtype)

@@ -1,4 +1,4 @@
-"""Tests that leftovers of killed runs are removed during new saves without harm to them."""
+"""Tests that leftovers of killed runs are removed during new saves, which lose no file."""
 
 import json
 import os
@@ -202,7 +202,7 @@ def test_nothing_is_tidied_at_another_run_s_place(tmp_path):
 
 
 def test_a_run_tidies_up_before_its_first_save(tmp_path):
-    """Tidying begins at the start; the end of the run waits for it."""
+    """Tidying begins when the run starts; the end of the run waits for it."""
     place = open_place(tmp_path)
     fill(place, "step_00000007.partial", *FILES)
     saver = CheckpointSaver(place, ranks.config(), ranks.alone())  # type: ignore[arg-type]
@@ -234,7 +234,7 @@ def test_a_step_that_is_saved_while_its_place_is_tidied_is_whole(tmp_path):
 
 
 def test_a_step_is_protected_before_any_rank_begins_with_it(tmp_path, monkeypatch):
-    """A new writer learns of it before it tidies; a tidying writer has agreed before the gather."""
+    """A new writer learns the step before it tidies; a tidying writer agrees before the gather."""
     sent: list[tuple[str, int | None]] = []
     plain = WriterClient.send
 

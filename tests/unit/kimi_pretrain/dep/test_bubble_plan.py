@@ -165,7 +165,7 @@ def rank_in_time(plan, units, line, chosen, rank, times):
 
 
 def nothing_fits(plan, units, line, chosen):
-    """Check that no backward piece runs later than in a gap with enough room for it.
+    """Check that no gap has room for a backward piece that runs later but could run there.
 
     Gaps with forward work are left out, because their margin varies.
     """
@@ -221,7 +221,7 @@ def test_little_work_needs_no_time_of_its_own():
 
 
 def test_of_ranks_with_as_much_to_do_one_with_a_large_unit_gets_less():
-    """It may end later: unit costs err independently, and the errors of many small units cancel."""
+    """A rank with one large unit may end later, because the errors of many small units cancel."""
     schedule, forward = Schedule(2, 1, 8), np.array([1.0] + 400 * [0.02])
     line, none = timeline(schedule, np.ones(2), 2 * np.ones(2)), np.zeros(401, np.int64)
     units = Units(none, none, forward, 3 * forward, 2 * forward, none)
@@ -312,7 +312,7 @@ def test_ranks_without_room_for_all_margin_have_less_rather_than_that_all_begin_
 
 
 def test_stages_that_would_end_later_than_others_get_less(monkeypatch):
-    """Ranks are chosen by what gaps can hold of a unit; the plan shows what they do hold."""
+    """Ranks are chosen by how much of a unit gaps can hold; the plan shows how much they do."""
     plan, units, line, chosen = made(4, 2, 16, items=200, load=0.3)
     given = plan.schedule, [line], plan.stage, chosen
     monkeypatch.setattr(bubble_plan, "ROUNDS", 0)

@@ -111,7 +111,7 @@ def test_nothing_leaves_while_ranks_that_share_an_item_talk(sent):
 
 @pytest.mark.parametrize("frozen", [[], ["vision_tower"]], ids=str)
 def test_shared_items_are_scattered_once_and_never_kept(frozen, monkeypatch):
-    """Each rank decides about recompute alone, so shared items are always recomputed."""
+    """Each rank chooses recompute independently, so shared items are always recomputed."""
     scattered, scatter, encoded, encode = [], sharded.scatter_patches, [], sharded.encode
     monkeypatch.setattr(
         sharded, "scatter_patches", lambda *args: scattered.append(1) or scatter(*args)

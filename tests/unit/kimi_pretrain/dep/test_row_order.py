@@ -1,4 +1,4 @@
-"""Tests the order of a replica's microbatches and what it leaves unchanged."""
+"""Tests the order of a replica's microbatches and the properties that it preserves."""
 
 import numpy as np
 import pytest

@@ -97,7 +97,7 @@ def test_a_run_over_the_limit_is_refused_before_data_are_opened():
 
 
 def test_phases_follow_each_other():
-    """The fullest phase counts; what one phase keeps for another counts in all phases between."""
+    """The fullest phase counts; data kept from one phase for a later one counts in all between."""
     (plain,) = {stage.fullest_phase for stage in plan_memory(limited(100.0)).stages}
     assert plain == "backbone"
     tight = ("dep.exchange_budget_mib=1", "data.vision_token_ratio=0.9")
@@ -243,7 +243,7 @@ def test_a_smaller_chunk_still_holds_any_medium():
 
 
 def test_a_shared_row_leaves_nothing_that_grows_with_it():
-    """Holds with `mla_up`; otherwise the gathered latents take 2,304 bytes per row token."""
+    """Holds with `mla_up`; without it the gathered latents take 2,304 bytes a token of the row."""
     found = {}
     for settings in ([], ["train.recompute=[norms, swiglu]"]):
         sizes = []

@@ -191,7 +191,10 @@ HEADS, WIDTH, IN, TOKENS = 3, 4, 6, 9
 
 
 def logits(query: Tensor, key: Tensor) -> Tensor:
-    """Return logits [heads, tokens, tokens]; a single key head of [WIDTH, IN] serves all heads."""
+    """Return logits [heads, tokens, tokens] of weights [heads * WIDTH, IN].
+
+    A single key head serves all query heads.
+    """
     x = draw((TOKENS, IN), "x").to(query.dtype)
     q = (x @ query.T).view(TOKENS, -1, WIDTH).movedim(1, 0)
     k = (x @ key.T).view(TOKENS, -1, WIDTH).movedim(1, 0)

@@ -15,7 +15,7 @@ from kimi_pretrain.optim.schedule import describe_schedule, learning_rate, total
 CONFIG = OptimConfig(lr=1.0, min_lr=0.1, warmup_steps=4, stable_steps=3, decay_steps=4)
 K2, K2_BATCH = OptimConfig(schedule="k2"), 16384 * 4096
 MOONLIGHT, MOONLIGHT_BATCH = OptimConfig(schedule="moonlight"), 2048 * 8192
-# Overrides that remove from tiny_cpu what `schedule` replaces.
+# Overrides that remove the keys of tiny_cpu that `schedule` replaces.
 NO_RAMP = [f"optim.{name}=null" for name in ("lr", "min_lr", "warmup_steps", "stable_steps")]
 NO_RAMP.append("optim.decay_steps=null")
 

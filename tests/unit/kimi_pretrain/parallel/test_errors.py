@@ -12,7 +12,7 @@ from launch.local.user_errors import exit_code
 
 
 class Demanding(ValueError):
-    """Error that cannot be rebuilt from its message, which is all that is sent of an exception."""
+    """Error that cannot be rebuilt from its message, although only messages are sent."""
 
     def __init__(self, key: str, found: int):
         super().__init__(f"{key} is {found}")

@@ -135,7 +135,7 @@ def test_a_folder_is_fresh_until_a_run_has_written_into_it(tmp_path):
 
 
 def test_nothing_begins_from_scratch_at_a_place_with_checkpoints(tmp_path):
-    """If only the run folder's lines are gone, all would be set aside as an abandoned lineage."""
+    """If only the run folder's lines are gone, all checkpoints would be set aside as abandoned."""
     check_unused(open_place(tmp_path / "place"))
     saved(tmp_path / "place", 7)
     with pytest.raises(ValueError, match=r"place holds checkpoints, .* of step 7; go"):
@@ -158,7 +158,7 @@ def test_a_course_in_a_store_is_not_left_to_be_written_over(tmp_path):
 
 
 def test_what_goes_on_from_elsewhere_has_nothing_here_behind_it(tmp_path, monkeypatch):
-    """If killed before its first save, it would resume a lower step of the former lineage."""
+    """If killed before its first save, the run would resume a lower step of the former lineage."""
     own, left = tmp_path / "own", tmp_path / "own/step_00000004.abandoned_1"
     saved(own, 2)
     saved(own, 4)

@@ -151,7 +151,7 @@ def test_a_former_start_that_lives_is_not_pushed_out(tmp_path, monkeypatch):
 
 
 def test_one_whose_lock_was_taken_over_ends_when_it_wakes(tmp_path, monkeypatch, capsys):
-    """Its node was only cut off; two runs must not continue in one folder."""
+    """The first start's node was only cut off; two runs must not continue in one folder."""
     first = tmp_path / "lock"
     file = first.open("a+")
     assert run_lock._try_lock(file)
@@ -296,7 +296,7 @@ def test_a_place_belongs_to_the_run_that_first_saved_there(tmp_path):
 
 @pytest.mark.parametrize("where", ["folder", "store"])
 def test_a_copy_of_a_run_folder_does_not_own_its_place(tmp_path, where):
-    """It would set aside newer checkpoints of the first run, which may still continue."""
+    """The copy would set aside newer checkpoints of the first run, which may still continue."""
     place = open_place(tmp_path / "place" if where == "folder" else "memory://copies/place")
     first, copy = tmp_path / "run_a", tmp_path / "run_b"
     first.mkdir()

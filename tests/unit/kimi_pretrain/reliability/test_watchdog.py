@@ -526,9 +526,9 @@ Place = tuple[int, str]  # step and phase
 def ticks(
     tmp_path: Path, monkeypatch, why: str | None, places: list[Place], workers: bool = False
 ) -> int | None:
-    """Return the seconds in the last of these places after which a rank told to stop ends.
+    """Return the seconds that a rank asked to stop stays in the last of these (step, phase) pairs.
 
-    It spends a tick of one second at each other place. Return None if it does not end in 300 s.
+    It spends one second in each of the others. Return None if it does not end in 300 s.
     """
     clock, codes, passed = itertools.count(), list[int](), -len(places)
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))

@@ -192,7 +192,7 @@ def recorder_of(folder, first_step: int, history: str, end: BudgetEnd | None = N
 
 @pytest.mark.parametrize(("exact", "steps"), [(True, 420), (False, 500)])
 def test_a_budget_s_end_is_told_where_it_is_known(exact, steps, tmp_path, capfd):
-    """An estimate is marked as such, and only for people."""
+    """An estimate is marked as such and is shown only to people."""
     end = BudgetEnd(420, exact, (9, 9), (0, 0), "it is used up")
     recorder = recorder_of(tmp_path, 0, "none", end)
     recorder.metrics.write({"step": 1, "loss": 1.0, "tokens": 64})

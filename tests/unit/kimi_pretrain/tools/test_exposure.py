@@ -207,7 +207,7 @@ def test_a_run_that_went_over_to_other_data_is_planned_with_both(data_root, tmp_
         assert told(found) == made.logged(index.name, numbers)
         assert (min(use.step for use in found.uses) < 90) == (index.name == "words")
     shown_as_logged(made)
-    rmtree(made.run / "checkpoints" / "step_00000150")  # the one left numbers one source
+    rmtree(made.run / "checkpoints" / "step_00000150")  # the remaining one numbers one source
     for index in made.indices:
         found = exposure(made.run, {index.name: [index.key_of(n) for n in range(9)]})
         assert told(found) == made.logged(index.name, range(9))
@@ -355,7 +355,7 @@ def test_a_damaged_list_of_sources_is_told(made, tmp_path, text):
 
 
 def test_a_held_out_source_is_not_believed_to_be_what_it_was(data_root, tmp_path):
-    """Its manifest says so (`made_as`) but belongs to other data."""
+    """The manifest claims so (`made_as`), but the source holds other data."""
     root, run = copytree(data_root, tmp_path / "corpus"), tmp_path / "run"
     keys = (f"data.root={root}", "data.sources={words: 1}", "data.vision_token_ratio=null")
     config, store = load_config("tiny_cpu", [*SMALL, *ONE, *keys]), FolderStore(root)
@@ -374,7 +374,7 @@ def test_a_held_out_source_is_not_believed_to_be_what_it_was(data_root, tmp_path
 
 
 def test_of_a_source_that_is_gone_nothing_is_told(made, tmp_path):
-    """The run drew from it, or from another source that holds its shards."""
+    """The run drew from the missing source, or from another source that holds its shards."""
     copytree(made.root, tmp_path / "corpus")
     copytree(made.run, tmp_path / "run")
     text = (tmp_path / "run" / "config.yaml").read_text()
@@ -447,7 +447,7 @@ def erase(root, made, samples):
 
 
 def copied(made, folder, root=None, keeps_checkpoints=True):
-    """Copy the run, which reads another root if one is given."""
+    """Return a copy of the run; with `root`, the copy reads that root."""
     run = folder / "run"
     copytree(made.run, run)
     if root is not None:

@@ -174,9 +174,7 @@ def test_work_in_bubbles_is_drawn_inside_the_backbone(tmp_path, monkeypatch):
 
 
 def optimizer_lines(steps: int, **changes) -> list[dict]:
-    """Return steps of a three-layer run; the second layer's logits grow until QK-Clip
-    holds them.
-    """
+    """Return steps of three layers; QK-Clip holds the second one's growing logits at 100."""
     made = []
     for step in range(1, steps + 1):
         grown = min(100.0, 3.0 * step)

@@ -41,7 +41,7 @@ def test_dequantizing_gives_what_the_layout_says(std):
 
 
 def test_any_word_and_scale_is_read_as_the_layout_says():
-    """Covers sign bits and negative scales, which `quantize` does not all write."""
+    """Covers sign bits and negative scales, beyond the output of `quantize`."""
     generator = torch.Generator().manual_seed(1)
     packed = torch.randint(-(2**31), 2**31 - 1, (5, 8), generator=generator).to(torch.int32)
     scale = torch.randn(5, 2, generator=generator).bfloat16()

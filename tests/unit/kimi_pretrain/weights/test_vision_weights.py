@@ -191,7 +191,7 @@ def test_siglip_gives_the_tower_and_start_from_the_rest(tmp_path):
 
 
 def test_transformers_rows_are_put_back_in_order(tmp_path):
-    """Its q and k rotate halves, and are separate tensors."""
+    """transformers rotates halves of q and k and stores them as separate tensors."""
     stored = to_transformers(TOWER | PROJECTOR, CONFIG.model.vision)
     assert not torch.equal(
         stored["vision_tower.layers.0.attn.q_proj.weight"],
