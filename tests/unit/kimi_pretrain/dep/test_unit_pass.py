@@ -74,7 +74,7 @@ def test_pieces_come_to_the_bits_of_one_pass(dtype, frozen):
 
 
 def test_units_in_turns_come_to_the_bits_of_one_after_the_other():
-    """Units take turns within each piece, as when a unit continues in the next bubble."""
+    """Units keep their order within each piece; a bubble too short for one unit runs the next."""
     encoder, pieces = made_encoder(), 3
     some, grids = [*pixels(), pixels()[0][:8]], [*GRIDS, (1, 2, 4)]
     rows = [*GRADIENT.float().split((6, 3)), GRADIENT.float()[4:6]]

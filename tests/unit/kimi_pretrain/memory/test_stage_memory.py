@@ -168,7 +168,7 @@ def test_the_larger_of_media_and_texts_counts():
 
 
 def test_every_switch_of_the_plan_is_one_that_can_be_set():
-    """With the setting applied, the plan equals what the switch promised."""
+    """With the setting applied, the plan has the peak that the switch promised."""
     config = limited(100.0)
     plan = plan_memory(config)
     assert len(plan.switches) >= 2

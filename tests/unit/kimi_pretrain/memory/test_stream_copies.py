@@ -85,7 +85,7 @@ def test_a_copy_back_waits_for_the_copy_to_the_host(memory):
 
 
 def test_memory_brought_back_is_not_reused_while_it_is_read(memory):
-    """It belongs to the copying stream, which would reuse it for the next copy back."""
+    """The memory belongs to the copying stream, which would reuse it for the next copy back."""
     first, second = full(7), full(8)
     saved, other = memory.keep(first), memory.keep(second)
     let_go(memory)
@@ -100,7 +100,7 @@ def test_memory_brought_back_is_not_reused_while_it_is_read(memory):
 
 
 def test_a_slab_is_not_written_to_while_it_is_read(memory):
-    """Another stream than the saving one reads it, as in the combined schedule."""
+    """The reading stream is not the saving stream, as in the combined schedule."""
     side = torch.cuda.Stream()
     x = full(7)
     saved = memory.keep(x)

@@ -96,7 +96,7 @@ def test_moonlight_recipe():
 
 
 def test_the_step_that_reaches_a_border_has_exactly_the_rate_of_the_segment():
-    """Compares doubles, with rates and lengths that binary cannot represent exactly."""
+    """Checks exact doubles for rates and lengths that binary cannot represent."""
     config = of(
         Segment(steps=3, lr=0.3, shape="linear"),
         Segment(tokens=70, lr=0.1, shape="cosine"),

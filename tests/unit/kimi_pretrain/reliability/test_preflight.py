@@ -148,7 +148,7 @@ def test_a_kept_stage_counts_its_budget_before_a_process_is_started(data_root, t
 
 
 def test_media_of_samples_that_are_not_chosen_may_be_too_large(data_root):
-    """Media excluded by a source's bounds are never encoded; a source without samples is named."""
+    """Media outside a source's bounds are never encoded; a source left without samples is named."""
     keys = (f"data.root={data_root}", "data.vision_token_ratio=null", "train.steps=1")
     small = "dep.max_patches_per_chunk=160"
     with pytest.raises(ConfigError, match="'pictures', sample .* over dep.max_patches_per_chunk"):

@@ -61,7 +61,7 @@ def test_copies_that_differ_are_named_with_their_ranks():
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("shape", [(6, 8), (3, 5), (70, 2048)])
 def test_at_the_start_order_and_signs_count_too(shape, dtype):
-    """Neither a norm nor the sums of each step's hash can tell these apart."""
+    """Neither a norm nor the sums of each step's hash can tell these tensors apart."""
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     wrong = tensor.clone()
     wrong[-1, -1] = torch.nextafter(wrong[-1, -1], torch.tensor(9.0, dtype=dtype))

@@ -1,4 +1,4 @@
-"""Tests the comparison of two steps: rounding passes, and other differences are named."""
+"""Tests the comparison of two steps: rounding errors pass, other differences fail by name."""
 
 import json
 import math
