@@ -1,4 +1,4 @@
-"""Every wrong key or number is one clear sentence; every shipped preset is sound."""
+"""Tests that each wrong key or number gives one clear sentence and that presets are sound."""
 
 import pytest
 import yaml

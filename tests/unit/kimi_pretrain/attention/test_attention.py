@@ -1,4 +1,4 @@
-"""Attention block by block and by torch's FlexAttention, against one whole matrix of logits."""
+"""Compares block-wise attention and FlexAttention with the full matrix of logits."""
 
 import numpy as np
 import pytest
@@ -20,11 +20,11 @@ from kimi_pretrain.parallel.sequence import SequenceParts
 
 CPU = torch.device("cpu")
 TOKENS = 480
-SHARES = [1, 2, 3]  # context-parallel ranks; chunks of 480, 120 and 80 tokens: no multiple of 128
+SHARES = [1, 2, 3]  # CP sizes; chunks of 480, 120 and 80 tokens, none a multiple of 128
 
 
 def random_row(seed):
-    """Borders and kinds of segments that add up to TOKENS: of one token, short, long, padding."""
+    """Return random segment borders up to TOKENS, and which segments are documents, not padding."""
     generator = np.random.default_rng(seed)
     longest = (4, 70, 300, TOKENS)[seed % 4]
     borders = [0]
@@ -35,7 +35,7 @@ def random_row(seed):
 
 
 def all_ranks(seed, num_cp):
-    """The spans of each context-parallel rank, and the places of its tokens."""
+    """Yield the key spans and the token positions of each context-parallel rank."""
     shared = SequenceParts(TOKENS, num_cp)
     for rank in range(num_cp):
         spans = KeySpans.of(*random_row(seed), shared, rank)
@@ -43,7 +43,7 @@ def all_ranks(seed, num_cp):
 
 
 def visible(spans):
-    """What each query sees, pair by pair, bool [queries, tokens]."""
+    """Return which keys each query sees, bool [queries, tokens]."""
     key = np.arange(spans.num_keys)
     return (key >= spans.first_Q[:, None]) & (key <= spans.last_Q[:, None])
 
@@ -79,8 +79,10 @@ def test_blocks_hold_every_query_once_and_every_key_it_sees(num_cp):
 
 
 def test_a_block_is_of_one_chunk():
-    """The first of two ranks has the first and the last: equal sizes share a mask, which takes
-    consecutive queries for granted.
+    """Rank 0 of two holds the first and the last chunk.
+
+    Blocks of equal size share a mask, which assumes consecutive queries, so no block may span both
+    chunks.
     """
     shared = SequenceParts(48, 2)
     for borders in ([0, 48], [0, 5, 40, 48], [0, 12, 36, 48], [0, 16, 32, 48]):
@@ -89,7 +91,7 @@ def test_a_block_is_of_one_chunk():
 
 
 def test_a_short_document_s_block_has_no_other_keys():
-    """What today's small documents pay: 40 of 30 tokens share 20 blocks, each 60 by 60."""
+    """40 documents of 30 tokens share 20 blocks of 60 queries by 60 keys."""
     blocks = blocks_of(KeySpans.of(list(range(0, 1201, 30)), [True] * 40), CPU)
     assert [(b.queries, b.keys) for b in blocks] == [
         (slice(n, n + 60), slice(n, n + 60)) for n in range(0, 1200, 60)
@@ -107,7 +109,7 @@ def inputs(dtype, seed, heads=3, qk=12, v=8):
 
 
 def everything(attend, q, k, v, grad):
-    """Output, maxima of each query, and the gradients of queries, keys and values."""
+    """Return the output, each query's maximum, and the gradients of queries, keys and values."""
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out, maxima = attend(*leaves)
     assert not maxima.requires_grad
@@ -120,7 +122,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 
 def attention(name, spans, scale):
-    """The attention under test, bound to what the queries see."""
+    """Return the named attention with the masks of these spans."""
     if name == "blocks":
         blocks = blocks_of(spans, CPU)
         return lambda q, k, v: block_attention(q, k, v, blocks, scale)
@@ -152,14 +154,14 @@ def test_gradients_add_up_over_the_ranks_of_a_row(name):
         everything(attention(name, spans, 0.3), q[mine], k, v, grad[mine])
         for spans, mine in all_ranks(2, 3)
     ]
-    for place in (3, 4):  # of keys and values
+    for place in (3, 4):  # gradients of keys and values
         found = torch.stack([part[place] for part in parts]).sum(0)
         torch.testing.assert_close(found, whole[place], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", TWINS.values(), ids=TWINS.keys())
 def test_maxima_are_exact(name):
-    """Whole numbers have no rounding: the largest of all pairs, and nothing near it."""
+    """Integer inputs cause no rounding, so the maximum over all pairs is known exactly."""
     generator = np.random.default_rng(5)
     q, k = generator.integers(-40, 41, (2, TOKENS, 2, 6))
     for seed in range(4):
@@ -175,7 +177,7 @@ def test_maxima_are_exact(name):
         _, maxima = attention(name, spans, 0.25)(*floats, values)
         assert largest(maxima, spans.counted(CPU)).tolist() == pytest.approx(
             largest_N.tolist(),
-            rel=0 if name == "blocks" else 2e-7,  # by way of powers of two
+            rel=0 if name == "blocks" else 2e-7,  # FlexAttention works in base 2
         )
 
 
@@ -185,7 +187,7 @@ def test_a_row_without_documents_has_no_maxima():
 
 
 def test_bfloat16_is_rounded_once():
-    """Against fp64 on the same rounded inputs: within a rounding or two of the result's type."""
+    """Compares with fp64 on the same rounded inputs, within one or two roundings of the result."""
     spans = KeySpans.of(*random_row(2))
     rounded = inputs(torch.bfloat16, 2)
     found = everything(attention("blocks", spans, 0.3), *rounded)
@@ -207,7 +209,7 @@ def test_only_queries_keys_and_values_are_kept():
 
 
 def test_memory_grows_with_the_document_and_not_with_its_square():
-    """Peak bytes of forward and backward, counted on the meta device."""
+    """Counts the peak bytes of forward and backward on the meta device."""
     sizes = (2048, 4096, 8192)
     blocks, whole = (
         [attention_peak(form, tokens, heads=4) for tokens in sizes] for form in ("blocks", "whole")
@@ -239,7 +241,7 @@ def test_block_masks_are_those_of_every_pair(num_cp, block):
 
 
 def test_compiled_once_for_all_microbatches(monkeypatch):
-    """Borders are data: a new row is no new kernel. Compiled without Triton, for a CPU."""
+    """Borders are data, so a new row needs no new kernel; compiled for a CPU, without Triton."""
     builds = []
 
     def backend(graph, example_inputs):
@@ -264,9 +266,9 @@ def test_compiled_once_for_all_microbatches(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("qk", "v"), [(192, 128), (32, 24)])
 def test_the_fused_kernel_equals_the_whole_matrix(dtype, qk, v):
-    torch._dynamo.reset()  # a kernel for each type, width and number of queries: more than a run's
+    torch._dynamo.reset()  # these cases compile more kernels than a run does
     device = torch.device("cuda")
-    loose = 2**-6 if dtype == torch.bfloat16 else 5e-3  # fp32 products may go through TF32
+    loose = 2**-6 if dtype == torch.bfloat16 else 5e-3  # fp32 products may use TF32
     for seed in range(4):
         tensors = [x.to(device) for x in inputs(dtype, seed, heads=4, qk=qk, v=v)]
         for spans, mine in all_ranks(seed, 1 + seed % 2):

@@ -1,4 +1,4 @@
-"""Which attention a run takes, and what is refused before anything is opened."""
+"""Tests the choice of the attention implementation and its refusals before data is opened."""
 
 import subprocess
 import sys
@@ -112,7 +112,7 @@ def test_what_transformer_engine_lacks_is_one_line(change, named):
 
 
 def test_nobody_is_told_to_install_transformer_engine_without_a_gpu():
-    """It would break Megatron-Core's import there."""
+    """Installing it on such a host would break Megatron-Core's import."""
     problem = transformer_engine_problem(replace(CPU, transformer_engine=None))
     assert problem is not None
     assert "pip" not in problem
@@ -120,7 +120,7 @@ def test_nobody_is_told_to_install_transformer_engine_without_a_gpu():
 
 def test_this_host_is_looked_at():
     here = Host.here()
-    assert here.maxima  # of the torch that the project pins
+    assert here.maxima  # holds for the torch version that the project pins
     assert here.torch.split("+")[0].count(".") == 2
     assert here.transformer_engine is None
     assert here.transformer_engine_torch is None
@@ -163,7 +163,7 @@ def test_auto_is_left_to_the_processes_of_the_run(monkeypatch):
 
 
 def test_a_run_is_refused_before_its_data_is_opened(monkeypatch):
-    """By who starts the processes, and by each process."""
+    """The launcher and each process refuse the run."""
     from launch.local import start
 
     opened = []
@@ -176,7 +176,7 @@ def test_a_run_is_refused_before_its_data_is_opened(monkeypatch):
 
 
 def test_transformer_engine_on_a_host_without_cuda_is_named(tmp_path):
-    """Its package cannot be imported there, and Megatron-Core tries."""
+    """The package cannot be imported there, but Megatron-Core tries to import it."""
     package = tmp_path / "transformer_engine"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('Found empty `transformer-engine`')\n")

@@ -1,4 +1,4 @@
-"""What tests of finding checkpoints begin with."""
+"""Fixtures for tests that find checkpoints."""
 
 import shutil
 
@@ -9,7 +9,7 @@ from tests.unit.kimi_pretrain.checkpoint import ranks
 
 @pytest.fixture(scope="session")
 def three_saved(tmp_path_factory):
-    """Checkpoints of steps 1, 2 and 3; not to be changed."""
+    """Return a folder with checkpoints of steps 1, 2 and 3, which tests must not change."""
     folder = tmp_path_factory.mktemp("saved")
     ranks.save(folder, 1, 2, 3)
     return folder
@@ -17,5 +17,5 @@ def three_saved(tmp_path_factory):
 
 @pytest.fixture
 def root(three_saved, tmp_path):
-    """A copy that a test may damage."""
+    """Return a copy that a test may damage."""
     return shutil.copytree(three_saved, tmp_path / "root")

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: enough of a mesh to save and find checkpoints with."""
+"""Ranks as threads of one process, with enough of a mesh to save and find checkpoints."""
 
 import hashlib
 import json
@@ -23,14 +23,14 @@ TIMEOUT = 60.0
 
 
 def strike(pid: int, number: int) -> None:
-    """Send a signal to a child; returns from SIGSTOP when all of its threads stand still."""
+    """Send a signal to a child; for SIGSTOP, return once all its threads have stopped."""
     os.kill(pid, number)
     if number == signal.SIGSTOP:
         os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
 
 
 def stop_before(saver: CheckpointSaver, job: str, monkeypatch) -> WriterClient:
-    """Have the writer stopped (SIGSTOP) right before it gets a job of this kind."""
+    """Stop the writer (SIGSTOP) right before it gets a job of this kind."""
     writer = saver._writer
     assert writer is not None
     plain = writer.send
@@ -45,7 +45,7 @@ def stop_before(saver: CheckpointSaver, job: str, monkeypatch) -> WriterClient:
 
 
 class Threads:
-    """What the ranks of a test share."""
+    """State that the ranks of a test share."""
 
     def __init__(self, world_size: int):
         self.values: list[Any] = [None] * world_size
@@ -53,7 +53,7 @@ class Threads:
 
 
 class Mesh:
-    """One rank."""
+    """Mesh of one rank."""
 
     device = torch.device("cpu")
 
@@ -73,14 +73,14 @@ class Mesh:
         return (outcome if self.rank == 0 else pickle.loads(sent[0])).result()
 
     def index_in(self, group: str) -> tuple[int, int]:
-        """All ranks are one group, whatever it is called."""
+        """Return the rank and the world size; every group holds all ranks."""
         return self.rank, self.world_size
 
     def broadcast_copies(self, group: str, tensors: Sequence[torch.Tensor]) -> None:
         for index, tensor in enumerate(tensors):
             everyone: list[Any] = self.all_gather_object(tensor)
             copied = everyone[index % self.world_size].clone()
-            self.all_gather_object(None)  # nobody writes before all have read
+            self.all_gather_object(None)  # all ranks must read before any rank writes
             tensor.copy_(copied)
 
 
@@ -89,7 +89,7 @@ def alone() -> Mesh:
 
 
 def on_ranks(world_size: int, work: Callable[[Mesh], Any]) -> list[Any]:
-    """Run `work` on so many ranks; what each returned. An error of one ends all."""
+    """Run `work` on each rank and return the results; an error on one rank stops all ranks."""
     threads = Threads(world_size)
 
     def one(rank: int) -> Any:
@@ -112,7 +112,7 @@ def config(*overrides: str):
 
 
 def tensors(seed: int = 0, size: int = 64) -> dict[str, torch.Tensor]:
-    """A small model's state, as one rank has it."""
+    """Return a small model's state, as one rank holds it."""
     draw = torch.Generator().manual_seed(seed)
     return {
         "language_model.model.norm.weight": torch.randn(size, generator=draw),
@@ -128,28 +128,28 @@ def state(step: int, updates: int = 0) -> RunState:
 
 
 def sealed(values: dict[str, Any]) -> str:
-    """The text of a manifest.json with the hash that its values have now."""
+    """Return the text of a manifest.json with the hash of these values."""
     plain = {key: value for key, value in values.items() if key != "sha256"}
     told = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
     return json.dumps({**plain, "sha256": told})
 
 
 def unsealed(values: dict[str, Any]) -> str:
-    """The same as it was written before there was a hash."""
+    """Return the text of a manifest.json without a hash, as earlier versions wrote it."""
     return json.dumps(
         {key: value for key, value in values.items() if key != "sha256"} | {"schema": 2}
     )
 
 
 def change_manifest(folder, change: Callable[[Any], object], text=sealed) -> None:
-    """Change a checkpoint's manifest as its writer could have written it."""
+    """Change a checkpoint's manifest and write it back, by default with a matching hash."""
     values = json.loads((folder / "manifest.json").read_text())
     change(values)
     (folder / "manifest.json").write_text(text(values))
 
 
 def save(folder, *steps: int, overrides: tuple[str, ...] = (), size: int = 64) -> None:
-    """Write checkpoints of these steps from one rank; the values of step n are those of seed n."""
+    """Write checkpoints of these steps from one rank; step n holds the values of seed n."""
     checkpoints = CheckpointSaver(open_place(folder), config(*overrides), alone())  # type: ignore
     try:
         for step in steps:

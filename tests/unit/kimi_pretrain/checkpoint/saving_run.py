@@ -1,6 +1,6 @@
-"""A process that does nothing but save, until it is killed: `saving_run.py FOLDER STEPS`.
+"""Process that saves checkpoints until it is killed: `saving_run.py FOLDER STEPS`.
 
-Prints its writer's pid first, then every step whose checkpoint is complete.
+Prints the pid of its writer first, then each step whose checkpoint is complete.
 """
 
 import sys
@@ -10,7 +10,7 @@ from kimi_pretrain.checkpoint.saver import CheckpointSaver
 from kimi_pretrain.checkpoint.storage_read import open_place
 from tests.unit.kimi_pretrain.checkpoint import ranks
 
-SIZE = 100_000  # 23 MB: written in several parts
+SIZE = 100_000  # 23 MB, written in several parts
 
 
 def main() -> None:

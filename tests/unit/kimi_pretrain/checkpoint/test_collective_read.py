@@ -1,4 +1,4 @@
-"""What several ranks hold is read once, by one of them; what fails on one fails on all."""
+"""Tests that one rank reads each shared tensor and that an error on one rank reaches all."""
 
 import threading
 
@@ -62,7 +62,7 @@ def test_turns_are_shared_out_within_a_group():
 
 @pytest.mark.parametrize("broken", ["a shape", "a file"])
 def test_what_fails_on_one_rank_fails_on_all(saved, monkeypatch, broken):
-    """And is told alike; where it can be known before, nothing has been changed."""
+    """All ranks raise the same error; an error detected in advance changes no tensor."""
     copies = {name: "encoder" for name in ranks.tensors() if name != OWN}
 
     def work(mesh):

@@ -1,4 +1,4 @@
-"""A checkpoint of an earlier version (2026-11-22) is read, and would be written alike today."""
+"""Tests that a checkpoint of 2026-11-22 still loads and is still written with the same bytes."""
 
 from pathlib import Path
 

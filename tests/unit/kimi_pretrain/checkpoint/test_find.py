@@ -1,4 +1,4 @@
-"""Only what is complete and sound is taken, and what is damaged is named."""
+"""Tests that only complete, sound checkpoints are loaded and that damaged ones are reported."""
 
 import shutil
 
@@ -24,7 +24,7 @@ def latest(root, *overrides: str, world_size: int = 1):
 
 
 def test_the_newest_complete_one_is_found(root):
-    (root / "step_00000003" / "manifest.json").unlink()  # torn
+    (root / "step_00000003" / "manifest.json").unlink()  # an incomplete save
     shutil.copytree(root / "step_00000002", root / "step_00000009.partial")
     (root / "step_7").mkdir()
     shutil.copy(root / "step_00000002" / "manifest.json", root / "step_7")
@@ -33,7 +33,7 @@ def test_the_newest_complete_one_is_found(root):
 
 
 def test_one_rank_reads_what_all_need_to_know(root, monkeypatch):
-    """Thousands of ranks would keep a file busy; and all go by the same text."""
+    """Reads by thousands of ranks would overload the file, and ranks could see different texts."""
     read: list[str] = []
     plain = FolderFiles.read
     monkeypatch.setattr(
@@ -51,7 +51,7 @@ def test_one_rank_reads_what_all_need_to_know(root, monkeypatch):
     for tensors in ranks.on_ranks(4, work):
         assert all(torch.equal(tensors[name], value) for name, value in ranks.tensors(3).items())
     assert read.count("manifest.json") == 1
-    assert read.count("index.json") == 2  # to be known, and to be hashed
+    assert read.count("index.json") == 2  # once for its content, once for its hash
 
 
 def test_nothing_there_is_nothing(tmp_path):
@@ -101,7 +101,7 @@ def test_what_is_damaged_is_named_and_passed_over_only_where_allowed(damage, roo
     found = latest(root, "resume.fallback=true", world_size=2)
     assert found.step == 2
     assert "passing over a damaged checkpoint" in caplog.text
-    with pytest.raises(CheckpointError, match=named):  # asked for by name, it is never passed over
+    with pytest.raises(CheckpointError, match=named):  # one asked for by name is never skipped
         find(root / "step_00000003", open_place(root), ranks.config("resume.fallback=true"), None)
 
 
@@ -112,7 +112,7 @@ def test_one_of_before_manifests_had_a_hash_is_taken_with_a_warning(root, caplog
     assert found.manifest().state == ranks.state(3, 3)
     assert caplog.text.count("step_00000003: its manifest.json was written without a hash") == 1
     shutil.rmtree(root / "step_00000003")
-    shutil.copytree(root / "step_00000002", root / "step_00000003")  # what needs no hash to be seen
+    shutil.copytree(root / "step_00000002", root / "step_00000003")  # visible without a hash
     with pytest.raises(CheckpointError, match="state.step is 2, expected that of its folder"):
         latest(root, world_size=2)
 
@@ -183,7 +183,7 @@ def test_weights_alone_are_no_checkpoint_to_go_on_from(root):
 
 
 def test_tensors_on_any_memory_are_filled(root):
-    """Not contiguous, and parts of a larger one, as fused parameters are."""
+    """Targets may be non-contiguous or parts of a larger tensor, as fused parameters are."""
     found = open_place(root).checkpoint(2)
     whole = torch.zeros(2, 33, 64).transpose(1, 2)
     wanted = ranks.tensors(2)["optim.momentum.language_model.lm_head.weight"]

@@ -1,4 +1,7 @@
-"""A place that does not answer, or may not be read, tells nothing of damage: none else is taken."""
+"""Tests that unreachable or unreadable storage is not mistaken for a damaged checkpoint.
+
+No older checkpoint is loaded instead.
+"""
 
 import errno
 import os
@@ -30,7 +33,7 @@ NEWEST = "step_00000003"
 
 @pytest.fixture
 def fail(monkeypatch):
-    """Lets a call of the system fail for files whose path ends so; counts the failures."""
+    """Return a function that makes a system call fail for some paths and records the failures."""
 
     def arm(call: str, path: str, number: int) -> list[str]:
         met, plain = [], getattr(os, call)
@@ -49,7 +52,7 @@ def fail(monkeypatch):
 
 
 def told_on_ranks(place: Place, *overrides: str, world_size: int = 3) -> CheckpointError:
-    """What `find` raises where fallback is allowed; checks that it is the same on all ranks."""
+    """Return the error that `find` raises with fallback allowed; check that all ranks agree."""
     config = ranks.config("resume.fallback=true", *overrides)
 
     def work(mesh):
@@ -77,7 +80,7 @@ def test_a_shared_folder_that_is_away_is_no_damage(number, call, at, root, fail)
     assert type(error) is CheckpointUnavailable
     assert str(root / at).removesuffix("/root") in str(error)
     assert os.strerror(number) in str(error)
-    assert len(met) == 1  # and no older one was looked at
+    assert len(met) == 1  # no older checkpoint was tried
     assert sorted(os.listdir(root)) == [f"step_0000000{step}" for step in (1, 2, 3)]
 
 
@@ -124,7 +127,7 @@ def test_what_is_not_there_is_missing(root):
 
 
 class Refusing(MemoryStore):
-    """Answers for some keys with an error."""
+    """Store that answers requests for some keys with an error."""
 
     at: str = ""
     error: StoreError | None = None
@@ -171,7 +174,7 @@ def test_a_store_that_does_not_answer_is_no_damage(at, store):
 def test_what_a_store_refuses_is_the_users_and_no_damage(kind, at, store):
     store.at, store.error = at, kind("no such luck")
     error = told_on_ranks(Place(store.uri, None, store))
-    assert type(error) is CheckpointError  # ends with the code that is not worth a restart
+    assert type(error) is CheckpointError  # its exit code says that a restart does not help
     assert "no such luck" in str(error)
     assert store.uri in str(error)
 
@@ -190,7 +193,7 @@ def test_every_way_to_read_an_object_tells_of_a_store_that_is_away(store):
 
 
 def test_a_manifest_that_goes_while_it_is_looked_at_is_no_damage(root, monkeypatch):
-    """The next start lists anew, and takes what is there then."""
+    """The next start lists the folder again and uses what is there then."""
     (root / NEWEST / MANIFEST).unlink()
     place = open_place(root)
     monkeypatch.setattr(place, "steps", lambda: [1, 2, 3])
@@ -200,7 +203,7 @@ def test_a_manifest_that_goes_while_it_is_looked_at_is_no_damage(root, monkeypat
 
 
 def test_a_machine_that_does_not_see_the_place_finds_no_damage(root):
-    """Its mount is missing, say; what another rank has read of it is known there."""
+    """The mount may be missing, although another rank has already shared the manifest's text."""
     found = open_place(root).checkpoint(3)
     found.know(found.texts())
     (root / NEWEST / FILE).unlink()
@@ -260,4 +263,4 @@ def test_to_list_checkpoints_does_not_list_their_files(store, monkeypatch):
     monkeypatch.delattr(MemoryStore, "list")
     before = store.stats.requests
     assert Place(store.uri, None, store).steps() == [1, 2, 3, *range(11, 30, 2)]
-    assert store.stats.requests - before == 1 + 23  # the folders, and each one's manifest
+    assert store.stats.requests - before == 1 + 23  # one for the folders, one for each manifest

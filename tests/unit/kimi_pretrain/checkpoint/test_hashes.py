@@ -1,4 +1,4 @@
-"""Hashes of a whole job come to rank 0 in small pieces, and no copy that differs is overlooked."""
+"""Tests that rank 0 gathers a job's hashes in small pieces and that differing copies are found."""
 
 import pickle
 from typing import Any
@@ -13,7 +13,7 @@ from tests.unit.kimi_pretrain.checkpoint.ranks import Mesh, on_ranks
 
 
 def held(rank: int, stages: int = 2) -> dict[str, torch.Tensor]:
-    """What a rank holds: its stage's layers, as others do; the encoder; state of its own."""
+    """Return a rank's tensors: its stage's layers, the encoder, and state that only it holds."""
     own = [f"stage.{rank % stages}.{layer}" for layer in range(3)]
     own += ["encoder", f"optim.{rank}.a", f"optim.{rank}.b"]
     return {name: torch.tensor([hash_of(name), 1.0]) for name in own}
@@ -24,7 +24,7 @@ def hash_of(name: str) -> float:
 
 
 def plain(world_size: int) -> dict[str, str]:
-    """The twin that knows all ranks."""
+    """Return the hashes of all ranks' tensors, as the reference."""
     everything = {n: t for rank in range(world_size) for n, t in held(rank).items()}
     return {name: hash_tensor(tensor) for name, tensor in sorted(everything.items())}
 
@@ -35,7 +35,7 @@ def test_rank_0_has_every_tensor_of_the_job(world_size, piece, monkeypatch):
     monkeypatch.setattr(hashes, "PIECE", piece)
     monkeypatch.setattr(hashes, "TOGETHER", 0)
     first, *others = on_ranks(world_size, lambda mesh: hash_tensors(held(mesh.rank), mesh))
-    assert list(first.items()) == list(plain(world_size).items())  # in order, too
+    assert list(first.items()) == list(plain(world_size).items())  # in the same order
     assert others == [{}] * (world_size - 1)
 
 
@@ -50,7 +50,7 @@ def test_a_copy_that_differs_is_named_on_all_ranks(name, rank):
             hash_tensors(mine, mesh)
         return str(told.value)
 
-    first = rank if (name, rank) != ("stage.1.2", 1) else 3  # then the one after it is another
+    first = rank if (name, rank) != ("stage.1.2", 1) else 3  # rank 1 holds the first copy
     assert on_ranks(4, work) == [f"rank {first} holds another {name} than the ranks before it"] * 4
 
 
@@ -62,7 +62,7 @@ def test_copies_are_sent_once_and_in_bounded_pieces(monkeypatch):
     class Counting(Mesh):
         def __init__(self, mesh: Mesh):
             super().__init__(mesh.rank, mesh._threads)
-            self.broadcast_from_rank0 = mesh.broadcast_from_rank0  # what it sends is no hash
+            self.broadcast_from_rank0 = mesh.broadcast_from_rank0  # its messages are not hashes
 
         def all_gather_object(self, value: Any) -> list[Any]:
             sent[self.rank].append(pickle.dumps(value))
@@ -80,4 +80,4 @@ def test_copies_are_sent_once_and_in_bounded_pieces(monkeypatch):
     told = [sum(len(one) for one in sent[rank]) for rank in range(8)]
     empty = len(pickle.dumps(b""))
     assert min(told[:2]) > 200  # four hashes
-    assert max(told[2:]) <= most * 3 + empty * len(sent[2])  # ranks 2 to 7 are copies
+    assert max(told[2:]) <= most * 3 + empty * len(sent[2])  # ranks 2 to 7 hold copies

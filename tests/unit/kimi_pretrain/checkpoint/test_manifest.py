@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself is not believed before it is checked."""
+"""Tests that the statements of a manifest are checked before they are used."""
 
 import json
 
@@ -44,7 +44,7 @@ def test_a_manifest_comes_back_as_it_was_written():
 
 
 def read(root, text: bytes) -> Manifest | None:
-    """What a run would believe of step 3; None: it is found damaged."""
+    """Return the manifest that a run would accept for step 3, or None if it is damaged."""
     found = open_place(root).checkpoint(3)
     found.know({MANIFEST: text})
     if problems := found.manifest_problems():
@@ -54,7 +54,7 @@ def read(root, text: bytes) -> Manifest | None:
 
 
 def test_no_flipped_bit_lost_byte_or_doubled_byte_of_a_manifest_is_believed(root):
-    """Each is found, or changes nothing that is read: 1e-05 may become 1E-05."""
+    """Each change is found or leaves the parsed values equal; 1e-05 may become 1E-05."""
     text = (root / "step_00000003" / MANIFEST).read_bytes()
     good = read(root, text)
     assert good is not None
@@ -64,7 +64,7 @@ def test_no_flipped_bit_lost_byte_or_doubled_byte_of_a_manifest_is_believed(root
         for new in (*(bytes([text[at] ^ 1 << bit]) for bit in range(8)), b"", text[at : at + 1] * 2)
     ]
     assert [other for other in found if other not in (None, good)] == []
-    assert found.count(None) > 0.9 * len(found)  # the others are blanks that came or went
+    assert found.count(None) > 0.9 * len(found)  # the rest only add or remove blanks
 
 
 def with_change(change) -> str:

@@ -1,4 +1,4 @@
-"""Which checkpoints stay."""
+"""Tests which checkpoints are kept."""
 
 from hypothesis import given
 from hypothesis import strategies as st

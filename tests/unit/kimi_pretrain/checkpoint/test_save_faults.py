@@ -1,4 +1,4 @@
-"""Faults of saves: what passes, what the user has to mend, and what comes after it."""
+"""Tests of failed saves: transient errors, user errors, and the recovery from them."""
 
 import errno
 import json
@@ -22,7 +22,7 @@ MINE = Owner("mine", "s1")
 
 
 def served(place: Place, **job) -> dict:
-    """The last answer of a writer in this process to one job."""
+    """Run one job in an in-process writer and return its last reply."""
     come, go = os.pipe()
     with os.fdopen(come) as answers:
         serve([json.dumps({"id": 1, **job})], place, Replies(go))
@@ -69,7 +69,7 @@ def test_an_error_that_nobody_foresaw_passes_if_its_kind_does(tmp_path, monkeypa
 
 
 def save(place: Place, owner: Owner | None = None, *overrides: str) -> CheckpointSaver:
-    """Begin to save step 1 from one rank."""
+    """Start to save step 1 from one rank."""
     mesh = ranks.alone()
     saver = CheckpointSaver(place, ranks.config(*overrides), mesh, owner=owner)  # type: ignore
     saver.begin(ranks.tensors(1), ranks.state(1))
@@ -77,13 +77,13 @@ def save(place: Place, owner: Owner | None = None, *overrides: str) -> Checkpoin
 
 
 def test_a_removal_that_is_given_up_leaves_a_hand_that_is_not_busy(tmp_path, monkeypatch):
-    """Half of `train.timeout_seconds` is what the watchdogs of the other ranks allow for it."""
+    """The watchdogs of the other ranks allow half of `train.timeout_seconds` for a removal."""
     monkeypatch.setattr("kimi_pretrain.checkpoint.saver._REMOVAL_S", 1e6)
     saver = save(open_place(tmp_path), None, "train.timeout_seconds=1")
     writer = ranks.stop_before(saver, "retire", monkeypatch)
     saver.finish()
     assert writer.busy
-    for _ in range(2):  # saved already, so no new writer is started
+    for _ in range(2):  # step 1 is already saved, so no new writer starts
         saver.begin(ranks.tensors(1), ranks.state(1))
         assert saver._writer is writer
         assert not writer.busy
@@ -107,7 +107,7 @@ def test_the_end_waits_for_the_last_removal_unless_in_a_hurry(tmp_path, monkeypa
     saver.finish()
     assert place.steps() == [1, 2]
     go_on = threading.Timer(1.0, lambda: os.kill(writer.pid, signal.SIGCONT))
-    if not hurry:  # far longer than _PATIENCE_S
+    if not hurry:  # after far longer than _PATIENCE_S
         go_on.start()
     saver.close(hurry=hurry)
     assert not writer.alive
@@ -115,7 +115,7 @@ def test_the_end_waits_for_the_last_removal_unless_in_a_hurry(tmp_path, monkeypa
 
 
 def test_what_was_written_is_told_once_and_again_if_it_was_not_heard(tmp_path):
-    """A gather whose answers are not taken in, as where the loop ends in between, loses nothing."""
+    """A gather whose replies are dropped, as when the loop ends in between, loses nothing."""
 
     def work(mesh) -> list[list[int]]:
         saver = CheckpointSaver(open_place(tmp_path), ranks.config(), mesh)
@@ -124,7 +124,7 @@ def test_what_was_written_is_told_once_and_again_if_it_was_not_heard(tmp_path):
         until, unheard = time.monotonic() + 60, 0
         while saver.under_way is not None:
             assert time.monotonic() < until
-            if mesh.rank == 1 and not unheard:  # so that rank 0 has written long before
+            if mesh.rank == 1 and not unheard:  # lets rank 0 finish writing first
                 time.sleep(0.5)
             everyone: list[SaveProgress] = mesh.all_gather_object(saver.progress(0.05))
             counts.append([len(progress.files) for progress in everyone])
@@ -155,21 +155,21 @@ def test_a_checkpoint_is_completed_only_at_one_s_own_place(tmp_path):
     told = r"another run \(1234, run folder /shared/runs/other on n7\); choose another checkpoint"
     with pytest.raises(CheckpointError, match=told) as error:
         saver.finish()
-    assert not isinstance(error.value, CheckpointUnavailable)  # for the user to mend
+    assert not isinstance(error.value, CheckpointUnavailable)  # a user error
     saver.close()
     assert place.steps() == []
     place.write_text(OWNER, "half a fi")
     assert "expected the id of a run" in commit(place, MINE)["failed"]
     (tmp_path / OWNER).write_bytes(b"\xff\xfe{")
     assert f"{tmp_path}/{OWNER} is " in commit(place, MINE)["failed"]
-    # A copy of the run's folder, from where the first one could not be seen.
+    # A copy of the run's folder claims the place from a host that cannot see the first one.
     place.write_text(OWNER, json.dumps({**MINE._asdict(), "start": "s2", "host": "far"}))
     told = commit(place, MINE)["failed"]
     assert "was taken by another start of this run (run folder unknown on far)" in told
 
 
 def commit(place: Place, owner: Owner | None) -> dict:
-    """What a writer answers to the commit of an empty save."""
+    """Return a writer's reply to the commit of an empty save."""
     return served(place, do="commit", step=1, manifest="{}", files=[], owner=owner)
 
 
@@ -194,7 +194,7 @@ def test_an_owner_who_cannot_be_read_is_no_owner_who_left(tmp_path, monkeypatch)
 
 
 def test_writers_that_are_killed_are_worth_a_restart(tmp_path):
-    """As the node's memory killer does it, in every save."""
+    """The node's OOM killer may kill the writer in every save."""
     saver = save(open_place(tmp_path), None, "checkpoint.failures=2")
     for step in (1, 2):
         if step > 1:
@@ -203,7 +203,7 @@ def test_writers_that_are_killed_are_worth_a_restart(tmp_path):
         assert writer is not None
         os.kill(writer.pid, signal.SIGKILL)
         writer._process.wait()
-        writer.done = None  # had it been faster than the kill
+        writer.done = None  # in case it finished before the kill
         with pytest.raises(CheckpointUnavailable, match="was killed by signal 9") as error:
             saver.finish()
     assert "checkpoint.failures=2" in str(error.value)

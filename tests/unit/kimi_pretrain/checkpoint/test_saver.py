@@ -1,4 +1,4 @@
-"""Saves by several ranks, in the background; ranks are threads, writers are real processes."""
+"""Tests of background saves by several ranks; ranks are threads, writers are real processes."""
 
 import errno
 import json
@@ -33,7 +33,7 @@ def checkpoints(folder, mesh, *overrides: str) -> CheckpointSaver:
 
 
 def every_type(rank: int) -> dict[str, torch.Tensor]:
-    """What one of three ranks holds: tensors of all, of two, and its own; every type and oddity."""
+    """Return one rank's tensors of every dtype; three ranks, two, or one hold each of them."""
     draw = torch.Generator().manual_seed(7)
     shared = {
         f"both.{name}": torch.randint(0, 2, (3, size), generator=draw).to(dtype)
@@ -96,7 +96,7 @@ def test_tensors_may_change_while_they_are_written(tmp_path):
 
 
 def test_what_is_still_is_copied_while_training_goes_on(tmp_path, monkeypatch):
-    """The copy is held up until training asks for its end: nothing waits for it before."""
+    """The copy is held up until training asks for its end; nothing waits for it earlier."""
     may_go_on, copy = threading.Event(), StagingBuffers.copy
     ends_with_process = list[bool]()
 
@@ -110,8 +110,8 @@ def test_what_is_still_is_copied_while_training_goes_on(tmp_path, monkeypatch):
     saver = checkpoints(tmp_path, ranks.alone())
     held = {"early": torch.zeros(1000), "late": torch.zeros(1000)}
     saver.begin(held, ranks.state(1), lambda name: name == "late")
-    held["early"].fill_(1)  # may change at once
-    held["late"].fill_(2)  # forbidden, and so tells when it was copied
+    held["early"].fill_(1)  # allowed immediately
+    held["late"].fill_(2)  # not allowed; the saved value shows when it was copied
     may_go_on.set()
     saver.wait_staged()
     assert ends_with_process == [True]
@@ -138,7 +138,7 @@ def test_a_copy_that_fails_is_told(tmp_path, monkeypatch):
 
 
 def test_the_loop_brings_a_save_to_its_end(tmp_path):
-    """As the loop does it: one gather a step, nothing else collective."""
+    """Works as in the training loop, with one gather a step and no other collective."""
 
     def work(mesh):
         saver = checkpoints(tmp_path, mesh)
@@ -164,7 +164,7 @@ def test_old_ones_are_removed_and_a_later_course_is_set_aside(tmp_path, caplog):
     ranks.save(tmp_path, 1, 2, 3, 4, 5, 6, 7, overrides=keep)
     place = open_place(tmp_path)
     assert place.steps() == [4, 6, 7]
-    ranks.save(tmp_path, 5, overrides=keep)  # by a run that went on from step 4
+    ranks.save(tmp_path, 5, overrides=keep)  # by a run that resumed from step 4
     assert place.steps() == [4, 5]
     left = [tmp_path / f"step_0000000{n}.abandoned_1" for n in (6, 7)]
     assert sorted(tmp_path.iterdir()) == [*(tmp_path / f"step_0000000{n}" for n in (4, 5)), *left]
@@ -175,15 +175,15 @@ def test_old_ones_are_removed_and_a_later_course_is_set_aside(tmp_path, caplog):
         )
     )
     before = [(folder / "manifest.json").read_bytes() for folder in left]
-    ranks.save(tmp_path, 6, 7, overrides=keep)  # comes to the steps of what was set aside
+    ranks.save(tmp_path, 6, 7, overrides=keep)  # reaches the steps that were set aside
     assert place.steps() == [4, 6, 7]
     assert place.checkpoint(7).verify() == []
-    # They are as they were, and can be gone back to; so can those of a second course.
+    # These are unchanged and can be resumed from, and so can those of a second abandoned lineage.
     assert [(folder / "manifest.json").read_bytes() for folder in left] == before
     assert open_checkpoint(left[1]).verify() == []
     ranks.save(tmp_path, 5, overrides=keep)
     assert (tmp_path / "step_00000007.abandoned_2" / "manifest.json").is_file()
-    # Of an earlier version: set aside under its own name.
+    # Earlier versions set a checkpoint aside by renaming its manifest; its folder moves as well.
     old = tmp_path / "step_00000006"
     ranks.save(tmp_path, 6, overrides=keep)
     (old / "manifest.json").rename(old / "manifest.abandoned.json")
@@ -200,7 +200,7 @@ def test_what_is_saved_already_is_not_saved_again(tmp_path):
     before = (tmp_path / "step_00000001").stat().st_ino
     assert saver.finish() == str(tmp_path / "step_00000001")
     assert (tmp_path / "step_00000001").stat().st_ino == before
-    saver.begin(ranks.tensors(2), ranks.state(1, 2))  # the same step, in another state: replaced
+    saver.begin(ranks.tensors(2), ranks.state(1, 2))  # another state of the same step replaces it
     saver.finish()
     saver.close()
     found = open_place(tmp_path).checkpoint(1)
@@ -233,7 +233,7 @@ def test_a_killed_writer_fails_the_save_on_all_ranks_and_training_goes_on(
             saver.finish()
         told.append(str(error.value))
         assert not (tmp_path / "step_00000002.partial").exists() or mesh.rank
-        saver.begin(ranks.tensors(3), ranks.state(3))  # by a new writer
+        saver.begin(ranks.tensors(3), ranks.state(3))  # with a new writer
         saver.finish()
         saver.close()
 
@@ -261,7 +261,7 @@ def test_too_many_failures_in_a_row_stop_the_run(tmp_path):
 
 
 def fail_and_try_again(tmp_path, monkeypatch, meanwhile) -> CheckpointSaver:
-    """Let a save of step 1 fail, stop the process that removes what is left of it, save again."""
+    """Make a save of step 1 fail, stop the process that removes its leftovers, and save again."""
     monkeypatch.setattr("kimi_pretrain.checkpoint.saver._SOON_S", 0.0)
     monkeypatch.setattr("kimi_pretrain.checkpoint.writer_client._PATIENCE_S", 0.2)
     saver = checkpoints(tmp_path, ranks.alone(), "checkpoint.failures=2")
@@ -284,7 +284,7 @@ def fail_and_try_again(tmp_path, monkeypatch, meanwhile) -> CheckpointSaver:
 
 
 def test_a_step_is_saved_again_when_its_leftovers_are_removed(tmp_path, monkeypatch):
-    """Otherwise the removal takes the new files with it."""
+    """Otherwise the removal would delete the new files."""
 
     def go_on(writer) -> None:
         threading.Timer(0.5, writer._process.send_signal, [signal.SIGCONT]).start()
@@ -295,7 +295,7 @@ def test_a_step_is_saved_again_when_its_leftovers_are_removed(tmp_path, monkeypa
 def test_a_removal_that_never_ends_is_given_up_with_its_process(tmp_path, monkeypatch):
     stopped = []
 
-    def lose_patience(writer) -> None:  # not before: a slow machine's first save would run into it
+    def lose_patience(writer) -> None:  # set only now: a slow machine's first save would exceed it
         stopped.append(writer)
         monkeypatch.setattr("kimi_pretrain.checkpoint.saver._REMOVAL_S", 0.3)
 
@@ -352,7 +352,7 @@ def test_a_full_disk_fails_the_save_and_leaves_no_rubbish(tmp_path, caplog):
 
 
 def test_a_file_that_may_not_grow_fails_the_save(tmp_path):
-    """The same without root: the writer may write 100 kB to a file."""
+    """Works without root: the writer may write 100 kB to a file."""
     saver = checkpoints(tmp_path, ranks.alone())
     saver.prepare(ranks.tensors(1, 2000))
     assert saver._writer is not None
@@ -391,14 +391,14 @@ time.sleep(600)
     rank.kill()
     rank.wait()
     until = time.monotonic() + 50
-    with suppress(FileNotFoundError, ProcessLookupError):  # gone; empty of one that is a zombie
+    with suppress(FileNotFoundError, ProcessLookupError):  # missing once gone, empty for a zombie
         while Path(f"/proc/{pid}/cmdline").read_bytes():
             assert time.monotonic() < until, "the writer outlives its rank"
             time.sleep(0.05)
 
 
 def test_a_rank_may_have_thousands_of_open_files(tmp_path):
-    """Rank 0 holds a connection of every rank: its writer's answers come on high descriptors."""
+    """Rank 0 holds a connection to every rank, so its writer's replies use high descriptors."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limits[1] < 1500:
         pytest.skip(f"this process may open {limits[1]} files at most")

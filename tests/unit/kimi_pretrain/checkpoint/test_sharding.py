@@ -1,4 +1,4 @@
-"""Every tensor is written once, by a rank that holds it, and no rank has much more than others."""
+"""Tests that a rank that holds a tensor writes it once, and that ranks write about equally much."""
 
 import itertools
 
@@ -18,7 +18,7 @@ SIZES = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 40), min_siz
 
 
 def held(pp: int, dp: int, ep: int, shard_state: bool) -> list[dict[str, int]]:
-    """What the ranks of a layout hold, written out: 8 layers, 4 experts, an encoder, state."""
+    """Return what each rank of a layout holds: 8 layers, 4 experts, an encoder and state."""
     everyone: list[dict[str, int]] = []
     for stage in range(pp):
         for replica in range(dp):
@@ -67,14 +67,15 @@ def test_bytes_are_balanced(layout):
     loads = [sum(m[n] for n in m if writers[n] == rank) for rank, m in enumerate(everyone)]
     sole = [sum(m[n] for n in m if sum(n in o for o in everyone) == 1) for m in everyone]
     total = sum({n: s for m in everyone for n, s in m.items()}.values())
-    # What nobody else has must be written by its holder; above this, one tensor is the grain.
+    # A tensor that one rank holds must be written there; otherwise balance is limited by one
+    # tensor.
     assert max(loads) <= max(max(sole), total / len(everyone)) + 140
 
 
 @settings(max_examples=60)
 @given(SIZES, st.integers(1, 3))
 def test_near_the_best_division_of_what_all_hold(sizes, ranks):
-    """Against all divisions: Graham's bound for longest-first, 4/3 - 1/(3 ranks)."""
+    """Compares with all divisions by Graham's bound for longest-first, 4/3 - 1/(3 ranks)."""
     everyone = [sizes] * ranks
     writers = assign_writers(everyone)
     loads = [sum(sizes[n] for n in sizes if writers[n] == rank) for rank in range(ranks)]

@@ -1,4 +1,4 @@
-"""What killed runs have left is removed beside the saves of the next, and nothing of these."""
+"""Tests that leftovers of killed runs are removed during new saves, which lose no file."""
 
 import json
 import os
@@ -25,7 +25,7 @@ FILES = ("index.json", "rank_00000_000.safetensors", "rank_00001_000.safetensors
 
 @contextmanager
 def writer_of(place: Place):
-    """A writer in this process, and a function that gives what it has answered so far."""
+    """Yield an in-process writer and a function that returns its replies so far."""
     come, go = os.pipe()
     os.set_blocking(come, False)
 
@@ -67,7 +67,7 @@ def place(request, tmp_path):
 
 
 def torn(place: Place, step: int) -> str:
-    """The folder in which the files of a save that is under way lie."""
+    """Return the folder that holds the files of an unfinished save."""
     return f"step_{step:08d}" + (".partial" if place.folder is not None else "")
 
 
@@ -89,7 +89,7 @@ def test_what_is_torn_goes_and_what_is_protected_stays(place):
 
 
 def test_a_removal_that_was_cut_off_is_ended_by_the_next_run(place, monkeypatch):
-    """Killed after half of the files of an old checkpoint: there is no manifest any more."""
+    """The removal of an old checkpoint is killed halfway, when its manifest is already gone."""
     fill(place, "step_00000001", *FILES, "manifest.json")
     fill(place, "step_00000002", *FILES, "manifest.json")
 
@@ -109,7 +109,7 @@ def test_a_removal_that_was_cut_off_is_ended_by_the_next_run(place, monkeypatch)
         monkeypatch.setattr(storage, "remove_torn", half)
     else:
         plain = shutil.rmtree
-        # The first one removes what an earlier removal has left.
+        # The first call removes the leftovers of an earlier removal.
         monkeypatch.setattr(
             storage_write.shutil, "rmtree", lambda *a, **k: plain(*a, **k) if k else half()
         )
@@ -141,7 +141,7 @@ def test_a_step_is_protected_only_when_nothing_of_it_is_being_removed():
     other = threading.Thread(target=protect)
     with steps.removing(1) as free:
         assert free
-        steps.protect(2)  # of another step: at once
+        steps.protect(2)  # another step is protected immediately
         other.start()
         assert not protected.wait(0.2)
     assert protected.wait(60)
@@ -153,7 +153,7 @@ def test_a_step_is_protected_only_when_nothing_of_it_is_being_removed():
 
 
 def test_tidying_holds_up_no_save(tmp_path, monkeypatch):
-    """It stands still before a removal while a step is written and complete."""
+    """A save is written and completed while tidying is blocked in a removal."""
     place, may_go_on, reached = open_place(tmp_path), threading.Event(), threading.Event()
     fill(place, "step_00000007.partial", *FILES)
     fill(place, "step_00000008.partial", *FILES)
@@ -185,13 +185,13 @@ def test_tidying_holds_up_no_save(tmp_path, monkeypatch):
             pytest.fail("tidying does not end")
     assert place.folders() == ["step_00000008"]
     files = sorted(entry.name for entry in (tmp_path / "step_00000008").iterdir())
-    assert files == ["manifest.json", FILES[1]]  # nothing of the one that was torn
+    assert files == ["manifest.json", FILES[1]]  # no file of the torn save is left
 
 
 def test_nothing_is_tidied_at_another_run_s_place(tmp_path):
     place = open_place(tmp_path)
     place.write_text(OWNER, '{"run": "other"}')
-    fill(place, "step_00000007.partial", *FILES)  # its save under way
+    fill(place, "step_00000007.partial", *FILES)  # its unfinished save
     with writer_of(place) as (writer, answers):
         writer._tidy(("mine", "s1"))
         written, end = answers()
@@ -202,7 +202,7 @@ def test_nothing_is_tidied_at_another_run_s_place(tmp_path):
 
 
 def test_a_run_tidies_up_before_its_first_save(tmp_path):
-    """From the start on; the end of the run waits for it."""
+    """Tidying begins when the run starts; the end of the run waits for it."""
     place = open_place(tmp_path)
     fill(place, "step_00000007.partial", *FILES)
     saver = CheckpointSaver(place, ranks.config(), ranks.alone())  # type: ignore[arg-type]
@@ -214,14 +214,14 @@ def test_a_run_tidies_up_before_its_first_save(tmp_path):
 
 
 def test_a_step_that_is_saved_while_its_place_is_tidied_is_whole(tmp_path):
-    """Two ranks, tidying under way: neither loses a file to it, whoever is first."""
+    """Two ranks save during tidying; neither loses a file, whichever comes first."""
     place = open_place(tmp_path)
     for step in range(1, 40):
         fill(place, f"step_{step:08d}.partial", *FILES)
 
     def work(mesh) -> None:
         saver = CheckpointSaver(open_place(tmp_path), ranks.config(), mesh)
-        saver.begin(ranks.tensors(39), ranks.state(39))  # the last that is tidied
+        saver.begin(ranks.tensors(39), ranks.state(39))  # the step that is tidied last
         saver.finish()
         saver.begin(ranks.tensors(40), ranks.state(40))
         saver.finish()
@@ -234,7 +234,7 @@ def test_a_step_that_is_saved_while_its_place_is_tidied_is_whole(tmp_path):
 
 
 def test_a_step_is_protected_before_any_rank_begins_with_it(tmp_path, monkeypatch):
-    """A new writer hears of it before it tidies; one that tidies has agreed before the gather."""
+    """A new writer learns the step before it tidies; a tidying writer agrees before the gather."""
     sent: list[tuple[str, int | None]] = []
     plain = WriterClient.send
 
@@ -244,7 +244,7 @@ def test_a_step_is_protected_before_any_rank_begins_with_it(tmp_path, monkeypatc
 
     class Mesh(ranks.Mesh):
         def all_gather_object(self, value: object) -> list[object]:
-            # By then other ranks may begin to write, with a new writer after `prepare`.
+            # After the gather, other ranks may start to write, with a new writer after `prepare`.
             sent.append(("gather", None))
             writer = saver._writer
             assert writer is None or not (writer.busy and writer._job_kind == "protect")
@@ -263,7 +263,7 @@ def test_a_step_is_protected_before_any_rank_begins_with_it(tmp_path, monkeypatc
     while writer.tidying or writer.busy:
         assert time.monotonic() < until
         writer.poll(0.1)
-    writer.tidying = True  # as if it took long
+    writer.tidying = True  # pretends that tidying takes long
     sent.clear()
     saver.begin(ranks.tensors(6), ranks.state(6))
     assert sent == [("protect", 6), ("gather", None), ("write", 6)]
@@ -273,7 +273,7 @@ def test_a_step_is_protected_before_any_rank_begins_with_it(tmp_path, monkeypatc
 
 
 def test_of_what_a_lost_commit_may_have_completed_the_manifest_goes_first(monkeypatch):
-    """Else a process that is killed in between leaves a checkpoint without its files."""
+    """Otherwise a process that is killed in between would leave a manifest without its files."""
     place = open_place("memory://lost_commit/place")
     for name in (*FILES, "manifest.json"):
         place.store.put(f"step_00000004/{name}", b"x")

@@ -1,4 +1,4 @@
-"""Saves that are killed at random moments: what is complete is sound, the rest is never taken."""
+"""Tests saves killed at random moments: complete ones are sound, incomplete ones never loaded."""
 
 import os
 import random
@@ -22,19 +22,19 @@ from tests.unit.kimi_pretrain.checkpoint import ranks, saving_run
 
 
 def start(folder: Path, steps: int) -> tuple[fork_server.Fork, IO[str]]:
-    """Start a run; returns it, and what it prints."""
+    """Start a run; return it and its output."""
     read, write = os.pipe()
     with open(write, "w") as output:
         run = fork_server.start(
             ["-m", saving_run.__name__, str(folder), str(steps)], output, sys.__stderr__
         )
     said = os.fdopen(read)
-    assert int(said.readline()) != run.pid  # its writer's
+    assert int(said.readline()) != run.pid  # the pid of its writer
     return run, said
 
 
 def check(folder: Path, said: list[str]) -> int:
-    """The newest step; every complete checkpoint is sound, and what was said to be is there."""
+    """Check that complete checkpoints are sound and reported ones exist; return the newest step."""
     place = open_place(folder)
     steps = place.steps()
     told = [int(line) for line in said if line.strip().isdigit()]
@@ -56,7 +56,7 @@ def kill_runs(folder: Path, kills: int, seed: int) -> None:
     for _ in range(kills):
         run, output = start(folder, 1000)
         with output:
-            said = [output.readline()]  # one save at least, however busy the machine is
+            said = [output.readline()]  # at least one save, however busy the machine is
             time.sleep(draw.uniform(0.0, 0.15))
             os.kill(run.pid, signal.SIGKILL)
             said += output.readlines()
@@ -64,7 +64,7 @@ def kill_runs(folder: Path, kills: int, seed: int) -> None:
         found = check(folder, said)
         assert found > newest
         newest = found
-    run, output = start(folder, 1)  # the next run removes what the others have left behind
+    run, output = start(folder, 1)  # the next run removes the leftovers
     with output:
         assert run.wait(200) == 0
     left = sorted(entry.name for entry in folder.iterdir())
@@ -72,9 +72,9 @@ def kill_runs(folder: Path, kills: int, seed: int) -> None:
 
 
 def kill_writers(folder: Path, kills: int, seed: int) -> None:
-    """Kill the writer alone, while the run goes on: at least so often, and once before its end.
+    """Kill only the writer while the run continues, at least `kills` times and once during a save.
 
-    On a busy machine saves may be faster than whoever kills.
+    On a busy machine a save may be faster than the kill.
     """
     draw, complete, newest, step = random.Random(seed), 0, 0, 0
     saver = CheckpointSaver(
@@ -129,7 +129,7 @@ def test_what_killed_runs_have_left_is_removed_by_the_next_save(tmp_path):
         shutil.copytree(tmp_path / "step_00000001", tmp_path / name)
     shutil.copytree(tmp_path / "step_00000002", tmp_path / "step_00000003.partial")
     (tmp_path / "step_00000003.partial" / "rank_00009_000.safetensors").write_text("of others")
-    (tmp_path / "step_by_step.partial").mkdir()  # nobody's business
+    (tmp_path / "step_by_step.partial").mkdir()  # not a checkpoint, so it stays
     ranks.save(tmp_path, 3)
     left = sorted(entry.name for entry in tmp_path.iterdir())
     assert left == [*(f"step_0000000{n}" for n in (1, 2, 3)), "step_by_step.partial"]

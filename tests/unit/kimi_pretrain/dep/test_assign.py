@@ -1,4 +1,4 @@
-"""The assignment of media items: against brute force, plain LPT and what nobody can beat."""
+"""Tests the assignment of items to ranks against brute force, plain LPT and lower bounds."""
 
 import heapq
 from hashlib import sha256
@@ -49,7 +49,7 @@ def ones(number: int) -> np.ndarray:
 
 
 def plain_lpt(costs: np.ndarray, ranks: int) -> np.ndarray:
-    """Longest processing time as in the textbook."""
+    """Assign items by longest processing time first, as in the textbook."""
     taken, heap = np.zeros(len(costs), dtype=np.int64), [(0.0, rank) for rank in range(ranks)]
     for item in np.argsort(-costs, kind="stable"):
         load, taken[item] = heap[0]
@@ -62,13 +62,13 @@ def slowest(ranks: np.ndarray, costs: np.ndarray, number: int) -> float:
 
 
 def pipelines(ranks: int, stages: int) -> tuple[Places, np.ndarray]:
-    """Pipelines whose stages lie on different nodes of 8, and the first-stage rank of each."""
+    """Return pipelines whose stages are on different nodes of 8, and their first-stage ranks."""
     rank, replicas = np.arange(ranks), max(1, ranks // stages)
     return Places(rank % replicas, rank // 8), np.arange(replicas)
 
 
 def mix(items: int, seed: int, first: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, costs and homes of items of the heavy-tailed mix."""
+    """Return tokens, costs and home ranks of items of the heavy-tailed mix."""
     tokens = heavy_tailed_tokens(items, seed)
     home = np.sort(first[generator(seed).integers(0, len(first), items)])
     return tokens, COSTS.seconds(4 * tokens), home
@@ -89,8 +89,8 @@ def test_finds_the_best_of_tiny_cases():
         found = place(costs, ones(items), home, Places.together(ranks), EFFICIENCY)
         off.append(slowest(found.rank, costs, ranks) / work.max(axis=1).min())
     assert min(off) > 1 - 1e-12
-    assert max(off) < 1.06  # longest processing time: 1.11
-    assert np.mean(np.array(off) > ROUNDING) <= 0.1  # and misses the best in a quarter of them
+    assert max(off) < 1.06  # longest processing time first: 1.11
+    assert np.mean(np.array(off) > ROUNDING) <= 0.1  # LPT misses the best in a quarter of them
 
 
 @pytest.mark.parametrize(("costs", "best"), [([5, 5, 4, 4, 3, 3, 3], 9), ([8, 7, 6, 5, 4], 15)])
@@ -103,7 +103,7 @@ def test_better_than_lpt_where_it_is_known_to_fail(costs, best):
 
 def test_packing_counts_only_where_it_beats_lpt():
     work = np.array([976, 970, 940, 881, 607, 511, 454, 377, 283, 81], dtype=np.int64)
-    base = np.zeros(5, dtype=np.int64)  # LPT misses the bound, and packing finds nothing better
+    base = np.zeros(5, dtype=np.int64)  # LPT misses the bound, but packing finds nothing better
     found, packed = balance(work, base)
     slowest_rank = summed(work, lpt(work, base), base).max()
     assert slowest_rank > 1.09 * least_makespan(work, base)
@@ -111,7 +111,7 @@ def test_packing_counts_only_where_it_beats_lpt():
     assert balance(np.array([5, 5, 4, 4, 3, 3, 3], dtype=np.int64), base[:3])[1]
 
 
-# Loads of 10% vision, 4 to 24 rows per rank; 7 and 9 items per rank are the ones hard to pack.
+# Loads with 10% vision and 4 to 24 rows per rank; 7 and 9 items per rank are hard to pack.
 @pytest.mark.parametrize("items_per_rank", [1.6, 3, 5, 6, 7, 9, 13])
 @pytest.mark.parametrize("ranks", [8, 64, 256, 4096])
 def test_within_two_percent_of_the_bound_on_the_real_mix(ranks, items_per_rank):
@@ -123,13 +123,13 @@ def test_within_two_percent_of_the_bound_on_the_real_mix(ranks, items_per_rank):
         assert reached <= slowest(plain_lpt(costs, ranks), costs, ranks) * ROUNDING
         simple, certified = simple_bound(costs, ranks), certified_bound(costs, ranks)
         assert simple <= certified <= reached * ROUNDING
-        if certified <= 1.01 * simple:  # else pigeonholes keep everybody above the bound
+        if certified <= 1.01 * simple:  # otherwise no assignment can reach the simple bound
             assert reached <= 1.02 * simple
         assert reached <= 1.05 * certified
 
 
 def test_the_certified_bound_is_one():
-    """Brute force never beats the bound that the test above excuses us with."""
+    """Brute force never beats the certified bound that the test above relies on."""
     for seed in range(20):
         costs, ranks = heavy_tailed(7, seed), 3
         best = min(
@@ -147,10 +147,10 @@ def test_many_items_on_few_ranks_are_even_and_near(items):
     found = place(costs, ones(items), home, places, EFFICIENCY)
     assert slowest(found.rank, costs, 64) <= slowest(plain_lpt(costs, 64), costs, 64) * ROUNDING
     inside = places.replica[found.rank] == places.replica[home]
-    assert tokens[inside].sum() > 0.7 * tokens.sum()  # chance: a quarter
+    assert tokens[inside].sum() > 0.7 * tokens.sum()  # a random assignment reaches a quarter
 
 
-# Where large items must be packed tightly, and where plain LPT is even to a millionth by luck.
+# Cases that need tight packing, and cases where plain LPT is even to a millionth by luck.
 @pytest.mark.parametrize(
     ("ranks", "items", "seed", "at_home"),
     [(64, 448, 5, 0.45), (64, 320, 3, 0.55), (8, 1600, 0, 0.5), (32, 1920, 7, 0.85)],
@@ -190,7 +190,7 @@ def test_never_slower_than_lpt(case):
     assert slowest(found.rank, costs, ranks) <= limit * ROUNDING + 1e-9
 
 
-# Near -------------------------------------------------------------------------------------------
+# Locality ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stages", [1, 4])
@@ -218,13 +218,13 @@ def test_equal_items_on_equal_homes_stay_at_home():
 
 
 def test_what_fits_stays_and_the_rest_goes_no_farther_than_it_must():
-    # Ranks 0, 1 | 2, 3 are nodes, replica 0 is ranks 0 and 2, replica 1 is 1 and 3.
+    # Ranks 0 and 1 are a node, 2 and 3 another; replica 0 is ranks 0 and 2, replica 1 is 1 and 3.
     places = Places(np.array([0, 1, 0, 1]), np.array([0, 0, 1, 1]))
     costs = np.array([3.0, 3.0, 1.0])
     to_replica = place(costs, ones(3), np.array([0, 0, 0]), places, EFFICIENCY)
     assert sorted(to_replica.rank[:2]) == [0, 2]  # the rank of the same replica, on another node
     full = place(np.full(3, 3.0), ones(3), np.array([0, 0, 2]), places, EFFICIENCY)
-    assert sorted(full.rank[:2]) == [0, 1]  # the replica is full: the same node
+    assert sorted(full.rank[:2]) == [0, 1]  # the replica is full, so the item stays on the node
     assert full.rank[2] == 2
     far = place(np.full(4, 3.0), ones(4), np.array([0, 0, 1, 2]), places, EFFICIENCY)
     assert sorted(far.rank[:2]) == [0, 3]  # only the far rank is free
@@ -244,7 +244,7 @@ def test_a_level_nearer_is_served_first():
 
 
 def test_large_items_leave_a_home_that_has_too_much():
-    """They carry away much time with few tokens, attention being quadratic."""
+    """Attention is quadratic, so large items move much time with few tokens."""
     work, home = np.array([8, 8, 1, 1, 1, 1]), np.zeros(6, dtype=np.int64)
     ranks = stay(work, home, np.zeros(2, dtype=np.int64), 12, [np.zeros(2, dtype=np.int64)])
     assert ranks.tolist() == [1, 0, 0, 0, 0, 0]
@@ -276,7 +276,7 @@ def test_trading_changes_no_load_and_brings_items_nearer():
     for kind in (1, 2, 3):
         had, has = before[work == kind], after[work == kind]
         assert np.array_equal(np.sort(had), np.sort(has))
-        # As many at home as there can be: of each rank, places or items, whichever are fewer.
+        # Each rank keeps as many home items as it has slots or items, whichever are fewer.
         places_of, homes_of = np.bincount(had, minlength=16), np.bincount(home[work == kind])
         possible = np.minimum(places_of, np.append(homes_of, np.zeros(16 - len(homes_of), int)))
         assert (has == home[work == kind]).sum() == possible.sum()
@@ -288,18 +288,18 @@ def test_trading_changes_no_load_and_brings_items_nearer():
 
 def test_pigeonholes_bound_the_slowest_rank():
     none = np.zeros(2, dtype=np.int64)
-    assert least_makespan(np.full(5, 10), none) == 30  # three of five meet
-    assert least_makespan(np.array([9, 9, 8, 1]), none) == 17  # two of the largest three
+    assert least_makespan(np.full(5, 10), none) == 30  # one rank gets three of the five
+    assert least_makespan(np.array([9, 9, 8, 1]), none) == 17  # two of the largest three meet
     assert least_makespan(np.array([30, 1, 1]), none) == 30
     assert least_makespan(np.array([9, 9, 8, 8]), none) == 17  # the mean
-    assert least_makespan(np.array([9]), np.array([4, 6])) == 13  # beside other work
+    assert least_makespan(np.array([9]), np.array([4, 6])) == 13  # next to other work
 
 
 def test_an_exchange_meets_in_the_middle(monkeypatch):
     monkeypatch.setattr("kimi_pretrain.dep.makespan.ROUNDS", 1)
     work, base = np.array([10, 6, 5, 3, 2, 1]), np.zeros(2, dtype=np.int64)
     ranks = swaps(np.array([0, 0, 0, 1, 1, 1]), work, base, 14)
-    assert sorted(summed(work, ranks, base).tolist()) == [13, 14]  # 10 for 2 or 3
+    assert sorted(summed(work, ranks, base).tolist()) == [13, 14]  # 10 was exchanged for 2 or 3
 
 
 def test_swaps_never_slow_a_step_down():
@@ -317,15 +317,16 @@ def test_moved_counts_the_tokens_of_every_member():
     places = Places(np.zeros(8, dtype=np.int64), np.arange(8) // 4)
     placement = Placement(np.array([0, 4, 5]), np.array([4, 2, 1]))
     tokens, home = np.array([10, 7, 9]), np.array([1, 0, 5])
-    # Item 0: 2 + 3 + 2 + 3 tokens on ranks 0 to 3; item 1: 3 + 4 on another node; item 2 at home.
+    # Item 0 has 2 + 3 + 2 + 3 tokens on ranks 0 to 3, item 1 has 3 + 4 on another node, and item 2
+    # is at home.
     assert moved(placement, tokens, home, places) == Moved(3 + 9, 7, 7)
 
 
-# Always the same, and always an answer ------------------------------------------------------------
+# Determinism and edge cases -----------------------------------------------------------------------
 
 
 def test_the_same_everywhere():
-    """A change here changes who encodes what: say so in the changelog."""
+    """A change of this hash changes the assignment of items; record it in the changelog."""
     places, first = pipelines(64, 16)
     digest = sha256()
     for items, max_split in ((64, 8), (230, 1), (230, 8), (1500, 1)):

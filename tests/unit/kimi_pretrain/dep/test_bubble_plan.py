@@ -1,4 +1,4 @@
-"""Vision work in bubbles: plans come to an end, do all work once, and are in time."""
+"""Tests that plans of bubble work terminate, do all work exactly once, and are in time."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ SEND = 0.01
 def made(
     stages, chunks, microbatches, replicas=2, items=40, seed=0, load=0.3, gather=False, **filling
 ):
-    """A plan, with what it was made from; `load`: seconds of an item's forward pass, about."""
+    """Return a plan and its inputs; `load` is about the seconds of an item's forward pass."""
     draw = np.random.Generator(np.random.Philox(key=seed))
     schedule = Schedule(stages, chunks, microbatches)
     virtual = stages * chunks
@@ -111,7 +111,7 @@ def test_plans_pass_their_check_and_are_in_time(stages, chunks, microbatches, fi
 
 
 def all_pieces_once(plan, chosen):
-    """Work is conserved, in pieces."""
+    """Check that the plan does each piece exactly once."""
     for slices in (plan.forward, plan.backward):
         counted = np.zeros(len(plan.rank), np.int64)
         for rank, mine in enumerate(slices):
@@ -124,20 +124,20 @@ def all_pieces_once(plan, chosen):
 
 
 def in_time(plan, units, line, chosen):
-    """Played on the clock of the text: nothing goes over its gap or its border.
+    """Check on a simulated clock that no work exceeds its gap or its deadline.
 
-    What fits no bubble stands before the passes or behind them, and is told.
+    Work that fits no bubble runs before the first or after the last pass, and is reported.
     """
     given = plan, units, line, chosen
     for rank in range(len(plan.stage)):
-        # With less than its gaps' margin, where all ranks would have to begin earlier for that.
+        # Forward work may have less margin where all ranks would otherwise have to start earlier.
         assert rank_in_time(*given, rank, 1.0) or (
             plan.upfront and rank_in_time(*given, rank, LESS[-1])
         )
 
 
 def rank_in_time(plan, units, line, chosen, rank, times):
-    """Whether a rank's work is, its forward work with so many times its gaps' margin."""
+    """Return whether a rank is in time with the margin of its forward work scaled by `times`."""
     borders = borders_of(plan.schedule, line, chosen.transport)
     last = plan.schedule.num_passes
     gaps = {gap.slot: gap for gap in gaps_of(int(plan.stage[rank]), line, chosen)}
@@ -165,8 +165,10 @@ def rank_in_time(plan, units, line, chosen, rank, times):
 
 
 def nothing_fits(plan, units, line, chosen):
-    """What is left of a gap is too short for any backward piece that is done later but could be
-    done there. Gaps with forward work, whose margin is open, are left out."""
+    """Check that no gap has room for a backward piece that runs later but could run there.
+
+    Gaps with forward work are left out, because their margin varies.
+    """
     borders = borders_of(plan.schedule, line, chosen.transport)
     for rank, mine in enumerate(plan.backward):
         shared = {one.slot for one in plan.forward[rank]} | {0}
@@ -186,7 +188,7 @@ def nothing_fits(plan, units, line, chosen):
 
 
 def seconds_of(plan, units, unit, piece):
-    """What a backward piece should take."""
+    """Return the expected seconds of a backward piece."""
     work = units.backward if piece < plan.kept[unit] else units.again
     return float(work[unit]) / plan.pieces
 
@@ -195,7 +197,7 @@ def enough_room(plan, units, chosen):
     assert ((plan.kept >= 0) & (plan.kept <= chosen.pieces)).all()
     kept = units.kept_bytes * (plan.kept / chosen.pieces)
     assert np.bincount(plan.rank, kept, len(plan.stage)).max() <= chosen.room_bytes
-    # No rank could keep one more piece of a unit; pieces are rounded up to bytes.
+    # No rank could keep one more piece of a unit; sizes of pieces are rounded up to bytes.
     free = chosen.room_bytes - np.bincount(plan.rank, kept, len(plan.stage))
     piece = units.kept_bytes / chosen.pieces + chosen.pieces
     assert not ((plan.kept < chosen.pieces) & (piece < free[plan.rank] - 2 * len(units))).any()
@@ -211,7 +213,7 @@ def test_a_plan_is_a_function_of_what_it_is_given(seed, shape, load):
 
 
 def test_little_work_needs_no_time_of_its_own():
-    """Light items behind the first microbatches fit the bubbles whole."""
+    """Light items after the first microbatches fit into the bubbles completely."""
     plan, units, *_ = made(4, 1, 16, items=8, load=0.01)
     first = units.forward[units.microbatch == 0]
     assert plan.upfront <= 0.02 + first.sum() + first.max() / 27
@@ -219,7 +221,7 @@ def test_little_work_needs_no_time_of_its_own():
 
 
 def test_of_ranks_with_as_much_to_do_one_with_a_large_unit_gets_less():
-    """It may well end later: costs are off, each by itself, and those of many make up for it."""
+    """A rank with one large unit may end later, because the errors of many small units cancel."""
     schedule, forward = Schedule(2, 1, 8), np.array([1.0] + 400 * [0.02])
     line, none = timeline(schedule, np.ones(2), 2 * np.ones(2)), np.zeros(401, np.int64)
     units = Units(none, none, forward, 3 * forward, 2 * forward, none)
@@ -238,11 +240,11 @@ def test_a_rank_that_keeps_a_unit_has_room_for_more_work():
     filling = Filling(room_bytes=27 * 38)  # a piece takes 1,000 / 27 bytes, rounded up
     rank, kept, *_ = assign_units(units, schedule, line, np.ones(2, np.int64), filling)
     assert kept.tolist() == [27, 0, 0]
-    assert rank[2] == rank[0] != rank[1]  # 2.0 s of the first unit are left, of the second 2.7
+    assert rank[2] == rank[0] != rank[1]  # 2.0 s are left of the first unit, 2.7 of the second
 
 
 def loads(seconds, microbatch):
-    """Forward work that the ranks of each of four stages are given, of alike items."""
+    """Return the forward work of equal items that the ranks of each of four stages are given."""
     schedule, stage = Schedule(4, 1, 16), np.repeat(np.arange(4), 4)
     line = timeline(schedule, np.ones(4), 2 * np.ones(4))
     forward, none = np.full(len(microbatch), seconds), np.zeros(len(microbatch), np.int64)
@@ -252,7 +254,7 @@ def loads(seconds, microbatch):
 
 
 def test_ranks_have_less_to_do_behind_the_last_pass(monkeypatch):
-    """No slot there has margin; the last stage has the longest."""
+    """The slot after the last pass has no margin, and it is longest on the last stage."""
     microbatch = np.repeat(np.arange(6, 16), 60)
     with_margin = loads(0.03, microbatch)
     monkeypatch.setattr(bubble_plan, "LAST_MARGIN", 0.0)
@@ -261,9 +263,9 @@ def test_ranks_have_less_to_do_behind_the_last_pass(monkeypatch):
 
 
 def test_ranks_have_less_to_do_before_the_first_pass(monkeypatch):
-    """Of what is needed a second after that, twelve ranks that wait so long can do 0.85 s each.
+    """Twelve ranks can each do 0.85 s of the work that is needed a second after the first pass.
 
-    With more margin they cannot, and the step is longer; so the others have time for it, too.
+    With more margin they cannot. The step then gets longer, so the other ranks have time for it.
     """
     microbatch = np.ones(12 * 84, np.int64)
     assert loads(0.01, microbatch)[0] > 0
@@ -304,13 +306,13 @@ def test_ranks_without_room_for_all_margin_have_less_rather_than_that_all_begin_
     assert 0 < plan.upfront < strict.upfront - 0.1
     assert plan.after < strict.after + 1e-9
     full = [rank_in_time(plan, units, line, chosen, rank, 1.0) for rank in range(len(plan.stage))]
-    assert sum(full) == 2  # of eight: whoever has room has all of it
+    assert sum(full) == 2  # of eight ranks; those with room have the full margin
     monkeypatch.setattr(bubble_plan, "LESS", (1.0, 0.5))
     assert place_units(*given).upfront == plan.upfront
 
 
 def test_stages_that_would_end_later_than_others_get_less(monkeypatch):
-    """Ranks are chosen with what waits can hold of a unit; what they do hold is seen then."""
+    """Ranks are chosen by how much of a unit gaps can hold; the plan shows how much they do."""
     plan, units, line, chosen = made(4, 2, 16, items=200, load=0.3)
     given = plan.schedule, [line], plan.stage, chosen
     monkeypatch.setattr(bubble_plan, "ROUNDS", 0)
@@ -345,7 +347,7 @@ def test_stages_that_would_end_later_than_others_get_less(monkeypatch):
 
 
 def test_a_step_is_taken_to_be_longer_by_what_its_last_rank_may_be_late(monkeypatch):
-    """Units are off each by itself: 3.5 deviations of a tenth of the root of their squares."""
+    """Unit costs err independently: 3.5 deviations of a tenth of the root of the sum of squares."""
     schedule, forward = Schedule(2, 1, 8), np.array([3.0, 4.0])
     line, none = timeline(schedule, np.ones(2), 2 * np.ones(2)), np.zeros(2, np.int64)
     units = Units(none + 7, none + 7, forward, 3 * forward, 2 * forward, none)
@@ -372,11 +374,11 @@ def test_a_step_without_media_has_an_empty_plan():
     assert not any(plan.forward) and not any(plan.backward)  # noqa: PT018
 
 
-# Plans that would hang ----------------------------------------------------------------------------
+# Plans that would deadlock ------------------------------------------------------------------------
 
 
 def by_hand(schedule, *work):
-    """A plan of whole units: (rank, which is the stage, microbatch, slots of forward and rest)."""
+    """Return a plan of whole units (rank = stage, microbatch, forward slot, backward slot)."""
     stages = range(schedule.stages)
     numbered = list(enumerate(work))
     return BubblePlan(
@@ -400,7 +402,7 @@ TWO = Schedule(2, 1, 3)  # stage 0: F0 F1 B0 F2 B1 B2; stage 1: F0 B0 F1 B1 F2 B
 def test_a_unit_behind_the_pass_that_leads_to_it_is_refused():
     check(by_hand(TWO, (1, 0, 0, 6)))
     with pytest.raises(WaitsInACircle, match="stage 0 before the forward of microbatch 0, chunk 0"):
-        check(by_hand(TWO, (1, 0, 1, 6)))  # stage 1 cannot start microbatch 0 before it has come
+        check(by_hand(TWO, (1, 0, 1, 6)))  # stage 1's first pass needs this unit's output
 
 
 def test_a_gradient_that_needs_a_later_pass_of_the_same_stage_is_refused():
@@ -410,9 +412,10 @@ def test_a_gradient_that_needs_a_later_pass_of_the_same_stage_is_refused():
 
 
 def test_two_units_that_are_valid_each_alone_can_be_circular_together():
-    """In slot 4 the last stage waits for the first one's backward of microbatch 1.
+    """In slot 4 the last stage waits for the first stage's backward pass of microbatch 1.
 
-    That comes behind its forward of microbatch 4, whose media are made in slot 5.
+    That pass follows the first stage's forward pass of microbatch 4, whose media are encoded in
+    slot 5.
     """
     schedule = Schedule(4, 1, 6)
     early, late = (3, 1, 0, 4), (3, 4, 5, 12)
@@ -432,8 +435,9 @@ def comes_to_its_end(plan) -> bool:
 
 @pytest.mark.parametrize("microbatches", [4, 6, 8])
 def test_with_interleaved_chunks_a_forward_pass_waits_until_its_output_is_taken(microbatches):
-    """Stage 1 receives for microbatch 3 behind its pass before; stage 0 waits for that, and until
-    then does not begin the backward pass that stage 1 would wait for.
+    """Stage 1 receives its input of microbatch 3 after the pass before.
+
+    Stage 0 waits for that and does not begin the backward pass that stage 1 would wait for.
     """
     schedule = Schedule(2, 2, microbatches)
     assert schedule.passes[1][8] == Pass(False, 0, 3)
@@ -443,8 +447,9 @@ def test_with_interleaved_chunks_a_forward_pass_waits_until_its_output_is_taken(
 
 @pytest.mark.parametrize("microbatches", [4, 6, 8])
 def test_in_turns_a_stage_works_before_it_waits_for_what_it_sends(microbatches):
-    """Stage 1 makes microbatch 2 when the gradient that it sends is not taken yet: stage 0 takes it
-    behind its forward pass of that microbatch.
+    """Stage 1 encodes microbatch 2 before stage 0 has received the gradient that it sends.
+
+    Stage 0 receives it after its forward pass of that microbatch.
     """
     schedule = Schedule(2, 1, microbatches)
     assert comes_to_its_end(by_hand(schedule, (1, 2, 4, 4 * microbatches // 2)))
@@ -461,7 +466,7 @@ def test_first_and_last_slots_alone_always_come_to_their_end(stages, chunks, mic
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_forwards_may_come_earlier_and_the_rest_later(data):
-    """What a rank may do by itself when costs turn out wrong."""
+    """A rank may move work like this when costs turn out wrong."""
     shape = data.draw(st.sampled_from(GRID))
     plan, *_ = made(*shape, items=10, seed=data.draw(st.integers(0, 10**6)), load=0.5, pieces=1)
     assume(comes_to_its_end(plan))
@@ -472,7 +477,7 @@ def test_forwards_may_come_earlier_and_the_rest_later(data):
 
 
 def _moved(mine, data, first, last):
-    """The slices in other slots, still in their order: down to `first`, or up to `last`."""
+    """Move slices to other slots in the same order, down to `first` or up to `last`."""
     found = []
     for one in mine if last is None else reversed(mine):
         low = found[-1].slot if found and last is None else (first if last is None else one.slot)
@@ -509,8 +514,8 @@ def test_a_plan_that_does_not_do_all_work_once_and_in_time_is_refused(fault):
 
 @pytest.mark.parametrize("way", ["forward", "backward"])
 def test_units_may_take_turns_and_none_is_ahead_of_the_one_before_it(way):
-    """Gradients of a block's weights would be added up in another order."""
-    plan, *_ = made(2, 1, 8, replicas=1, items=10, edges=True)  # so nothing waits inside
+    """Otherwise the gradients of a block's weights would be added in another order."""
+    plan, *_ = made(2, 1, 8, replicas=1, items=10, edges=True)  # keeps all work out of the pipeline
     first, second, *rest = getattr(plan, way)[0]
     assert first[1:] == second[1:] == (first.slot, 0, 27)
 

@@ -1,4 +1,4 @@
-"""From a step's plan to its bubbles: scopes, memory, costs; and what is refused."""
+"""Tests the bubbles made from a step's plan: scopes, memory, costs and refusals."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ def config_of(*settings):
 
 @pytest.fixture(scope="module")
 def step():
-    """The plan of a step; sources and packing are real, nothing is read."""
+    """Return the plan of a step; sources and packing are real, but no data is read."""
     return next(corpus.steps(config_of().data, 1, corpus.read_mix()))
 
 
@@ -98,7 +98,7 @@ def test_short_waits_come_together_unless_work_is_at_the_edges_alone(step, monke
 
 @pytest.mark.parametrize(("square", "which"), [("2.0e-8", 0), ("0.9e-8", 1), ("0.8e-8", 2)])
 def test_of_several_lengths_of_waits_the_shortest_step_is_taken(step, monkeypatch, square, which):
-    """Where activations are kept: pieces are of two sizes."""
+    """Activations are kept, so pieces have two sizes."""
     cost = f"dep.cost={{per_patch: 0, per_patch_squared: {square}, per_item: 0}}"
     keep = "dep.keep_activations=auto", "dep.memory_limit_gib=400"
     config = config_of("layout.vpp=2", "layout.stages=Et*6|(t*8|)*6t*7L", cost, *keep)
@@ -135,7 +135,7 @@ def test_of_several_lengths_of_waits_one_is_taken_that_fits_the_memory(limit):
     keep = "dep.keep_activations=auto", f"dep.memory_limit_gib={limit}", "data.seed=4"
     config = config_of("layout.vpp=2", "layout.stages=Et*6|(t*8|)*6t*7L", cost, *keep)
     step = next(corpus.steps(config.data, 1, corpus.read_mix()))
-    vision = VisionPlanner(config).plan(step)  # others of the lengths would take more
+    vision = VisionPlanner(config).plan(step)  # other gap lengths would need more memory
     assert vision.bubbles.needed.max() <= limit * GIB
 
 
@@ -161,7 +161,7 @@ def test_each_scope_encodes_its_own(step):
 
 
 def test_shared_items_stay_outside(step):
-    # Priced by their squares the largest items bind.
+    # With quadratic costs the largest items dominate.
     cost = "dep.cost={per_patch: 0, per_patch_squared: 1.0e-9, per_item: 0}"
     more = "layout.pp=16", "layout.dp=4", "layout.stages=Ettt|(tttt|)*13ttt|tttL"
     config = config_of("dep.max_split=4", "dep.split_efficiency=1.0", cost, *more)
@@ -195,7 +195,7 @@ def test_what_is_kept_fits_the_limit_all_at_once(step):
 
 
 def test_media_in_bubbles_take_a_block_at_a_time(step):
-    """By hand, and against the limit: whole chunks of the same items would not fit."""
+    """Compares with a sum by hand and with a limit that whole chunks of the items would exceed."""
     config = config_of()
     vision = VisionPlanner(config).plan(step)
     patches, of, plan = step.items.patches.astype(int), vision.bubbles.unit, vision.bubbles.plan
@@ -208,7 +208,7 @@ def test_media_in_bubbles_take_a_block_at_a_time(step):
     tokens = np.bincount(vision.rank, vision.tokens, 8)
     tokens[:2] += np.bincount(step.items.row.astype(int) // 32, vision.tokens, 2).astype(int)
     found = VisionPlanner(config).memory(step, vision)
-    assert found.tolist() == (need + 2 * 7168 * 2 * tokens).tolist()  # once more while they travel
+    assert found.tolist() == (need + 2 * 7168 * 2 * tokens).tolist()  # twice during the exchange
     limit = float(found.max()) / GIB
     VisionPlanner(config_of(f"dep.memory_limit_gib={limit!r}")).plan(step)
     with pytest.raises(TooMuchMemory, match="would take"):
@@ -278,7 +278,7 @@ def test_what_does_not_go_with_bubbles_is_refused(settings, named):
 
 
 def test_slots_follow_learned_costs_and_who_encodes_what_does_not(step):
-    """Passes three times as fast have bubbles as short, and pieces cost twice as much."""
+    """Passes three times as fast have bubbles a third as long, and pieces cost twice as much."""
     planner = VisionPlanner(config_of())
     before = planner.plan(step).bubbles
     costs = planner.bubbles.configured
@@ -305,7 +305,7 @@ def test_slots_follow_learned_costs_and_who_encodes_what_does_not(step):
 
 
 def test_pieces_that_take_longer_fill_fewer_slots(step):
-    """Passes as configured: all that differs is what pieces take."""
+    """Passes are as configured; only the cost of pieces differs."""
     inside = []
     for factor in (1.0, 4.0):
         planner = VisionPlanner(config_of())

@@ -1,4 +1,4 @@
-"""Costs that slots are planned with: from which steps, and what of them."""
+"""Tests which measured costs the slots are planned with."""
 
 import numpy as np
 import pytest
@@ -12,14 +12,19 @@ DELAY = 3
 
 
 def times(stage, seconds, took=2.0, modelled=1.0):
-    """A pass of chunk c takes (seconds + c), backward ten times that; recompute is not done."""
+    """Return times in which chunk c takes seconds + c forward and ten times that backward.
+
+    No recompute is done.
+    """
     passes = tuple((seconds + chunk, 10 * (seconds + chunk)) for chunk in range(CHUNKS))
     return RankTimes(stage, passes, ((took, modelled), (0.0, 0.0), (3 * took, modelled)))
 
 
 def learned(*steps):
-    """Learning that was told of steps 0, 1, ...: each the seconds of stage 0, stage 1 twice that.
-    The first is left out."""
+    """Return learning with steps 0, 1, ...: stage 0 takes the given seconds, stage 1 twice that.
+
+    The first step is not counted.
+    """
     learning = Learning(CONFIG)
     for step, seconds in enumerate((1e9, *steps)):
         ranks = [times(stage, seconds * (1 + stage), took=seconds) for stage in range(STAGES)]
@@ -31,7 +36,7 @@ def test_a_step_is_planned_with_what_was_measured_long_before():
     learning = learned(1.0, 1.0)
     assert learning.delay == DELAY
     assert learning.of(0) is None
-    assert learning.of(DELAY) is None  # of step 0, which is not counted
+    assert learning.of(DELAY) is None  # from step 0, which is not counted
     assert learning.of(1 + DELAY) is not None
 
 

@@ -1,4 +1,4 @@
-"""The cost model's fit against planted truths, the timing's bounds, and a real calibrate."""
+"""Tests the fit of the cost model, the limits on timing runs, and a real calibration."""
 
 import json
 import math
@@ -21,7 +21,7 @@ TINY = MoonViTConfig(
     width=32, depth=2, heads=2, mlp_width=64, pos_grid=8, pos_init_std=0.02, out_width=48
 )
 PACKS = packs_of(image=16384, frame=4096, side=512, budget=65536)
-# Seconds: per patch, per squared patch, per item, per chunk; as of a fast GPU.
+# Seconds per patch, per squared patch, per item and per chunk, as on a fast GPU.
 TRUTH = (3e-6, 2e-10, 4e-5, 6e-3)
 
 
@@ -69,7 +69,7 @@ def test_what_costs_nothing_never_becomes_negative(absent, seed):
 
 
 def test_small_items_weigh_as_much_as_large_ones():
-    """One size off the law must not pull the small ones along: errors are relative."""
+    """An outlier of one size must not distort the small items, because errors are relative."""
     timings = timings_of(TRUTH, 0.0, 0)
     largest = max(timings, key=lambda timing: timing.total)
     timings[timings.index(largest)] = Timing(largest.pack, 1.0, largest.total * 1.3)
@@ -80,7 +80,7 @@ def test_small_items_weigh_as_much_as_large_ones():
 
 @pytest.mark.parametrize("seed", range(30))
 def test_non_negative_least_squares_meets_its_conditions_for_an_optimum(seed):
-    """Karush-Kuhn-Tucker: no descent into the allowed region; enough, as the problem is convex."""
+    """Checks the Karush-Kuhn-Tucker conditions, which suffice because the problem is convex."""
     draw = np.random.default_rng(seed)
     matrix = draw.normal(size=(12, 4)) * 10.0 ** draw.uniform(-6, 6, 4)
     target = draw.normal(size=12)
@@ -108,7 +108,7 @@ def test_too_few_timings_are_refused(chosen):
 
 
 def test_the_best_rate_of_flops_is_the_best():
-    """Where the shape does not fit, no other rate comes closer: tried one by one."""
+    """Even where the shape does not fit, a scan finds no better rate."""
     timings = timings_of(TRUTH, 0.0, 0)
     rate, predicted = flops_shape(timings, KIMI)
     share = predicted / [timing.total for timing in timings]
@@ -133,7 +133,7 @@ def test_loads_reach_from_one_token_to_the_limits():
 
 
 class Machine:
-    """A made-up machine: a pack takes its FLOPs; every fifth run is disturbed."""
+    """Simulated machine: a pack takes time by its FLOPs, and every fifth run is disturbed."""
 
     def __init__(self, memory: int = 1 << 40):
         self.model, self.memory, self.runs = CostModel.from_flops(KIMI, 2e14), memory, 0
@@ -154,7 +154,7 @@ def test_medians_do_not_see_a_disturbance_now_and_then():
     found = measure(PACKS[:13], machine, KIMI, 1e6, progress=lambda share, _: told.append(share))
     assert not found.left_out
     assert found.repeats == 5
-    assert machine.runs == 13 * 6 + 1  # a warm-up each, and one before all
+    assert machine.runs == 13 * 6 + 1  # a warm-up each, and one before all of them
     for timing in found.timings:
         assert timing.total == pytest.approx(machine.truth(timing.pack))
         assert timing.forward == pytest.approx(timing.total / 4)
@@ -166,7 +166,7 @@ def test_medians_do_not_see_a_disturbance_now_and_then():
 def test_time_is_bounded_and_what_did_not_fit_is_named(max_seconds):
     machine = Machine()
     found = measure(PACKS, machine, KIMI, max_seconds)
-    assert 0 < found.seconds < 1.5 * max_seconds  # disturbances are not foreseen
+    assert 0 < found.seconds < 1.5 * max_seconds  # disturbances are not planned for
     assert found.repeats >= 1
     timed = [timing.pack for timing in found.timings]
     left = [pack for pack, _ in found.left_out]
@@ -189,7 +189,7 @@ def flops_of(run: EncoderRun, pack: Pack) -> float:
 
 
 def test_a_step_s_work_is_what_a_training_step_computes():
-    """Counted by torch: four forwards; one with all frozen; no second one of a frozen tower."""
+    """Torch counts four forward passes, or one if all is frozen; a frozen tower runs only once."""
     pack, cpu = Pack(((1, 16, 16),) * 3), torch.device("cpu")
     run = EncoderRun(TINY, torch.float32, cpu)
     pixels, grids = run._images(pack.patches), list(pack.grids)
@@ -197,7 +197,7 @@ def test_a_step_s_work_is_what_a_training_step_computes():
         run._forward(pixels, grids)
     forward = counter.get_total_flops()
     embed = 2 * pack.patches * 3 * 14 * 14 * TINY.width
-    # A backward is two forwards, but nobody wants the gradient of the pixels.
+    # A backward pass costs two forward passes, but the pixels need no gradient.
     assert flops_of(run, pack) == pytest.approx(4 * forward - embed, rel=0.01)
     both = EncoderRun(TINY, torch.float32, cpu, ["vision_tower", "projector", "language_model"])
     assert flops_of(both, pack) == forward
@@ -218,7 +218,8 @@ def test_a_real_calibration():
     config = tiny_config("train.threads=1")
     result = calibrate.calibrate(config, max_seconds=30.0, device=torch.device("cpu"))
     cost = result.fit.cost
-    # On a busy machine a coefficient may come out as zero, and a forward longer than the rest.
+    # On a busy machine a coefficient may be zero, and the forward pass may take longer than the
+    # rest.
     predicted = cost.seconds(np.array([4, 64, 1024, 16384]))
     assert predicted.max() > 0
     assert (np.diff(predicted) >= 0).all()

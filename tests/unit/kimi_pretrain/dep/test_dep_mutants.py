@@ -1,7 +1,7 @@
-"""What the two passes must not do, each of which would train on with wrong gradients or more work.
+"""Tests against mutants of the two passes that train with wrong gradients or do extra work.
 
-The sum over ranks is played by a fake one that doubles: what a bucket holds when it leaves counts
-twice, what is added to it afterwards is lost, as it is with real ranks.
+A fake all-reduce doubles its input. Elements that are in a bucket when it leaves count twice, and
+later additions are lost, as with real ranks.
 """
 
 from functools import partial
@@ -42,7 +42,7 @@ def _alone():
 
 @pytest.fixture
 def sent(monkeypatch):
-    """The parts of buffers that have left for a sum over two ranks that hold the same."""
+    """Return the buffer parts that left for a sum over two ranks with equal contents."""
     left: list[torch.Tensor] = []
 
     def all_reduce(part, async_op):
@@ -61,7 +61,7 @@ def made_encoder(dtype=torch.float32, **how) -> DecoupledEncoder:
 
 
 def begun(encoder: DecoupledEncoder, num_shared: int = 0, room: int = 0) -> EncoderPass:
-    """The first items as if shared (by a block that is this process alone), the others whole."""
+    """Begin a pass in which a block of this process alone shares the first items."""
     items, draw = np.arange(len(GRIDS)), np.random.Generator(np.random.Philox(key=4))
     parts = np.where(items < num_shared, 2, 1)
     shares = Shares(items, 0 * items, parts, 0 * items, 0 * items, TOKENS)
@@ -81,7 +81,7 @@ def go_back(work: EncoderPass, out: torch.Tensor) -> None:
 def test_every_bucket_leaves_once_a_step_when_it_is_complete(sent):
     encoder, plain = made_encoder(), VisionEncoder(CONFIG)
     initialise(plain, 3)
-    for _ in range(2):  # a second step finds nothing of the first
+    for _ in range(2):  # the second step starts from zero
         sent.clear()
         work = begun(encoder)
         go_back(work, work.forward())
@@ -89,7 +89,7 @@ def test_every_bucket_leaves_once_a_step_when_it_is_complete(sent):
         encoder.sums.finish()
         assert len(work.chunks) > 2
         assert len(sent) > 3
-        assert early > 0  # while the last chunk went backward
+        assert early > 0  # during the backward pass of the last chunk
         assert sum(part.numel() for part in sent) == encoder.sums.buffer.numel()
         plain.zero_grad()
         out = plain(torch.from_numpy(np.concatenate(list(work.pixels.values()))), GRIDS)
@@ -100,7 +100,7 @@ def test_every_bucket_leaves_once_a_step_when_it_is_complete(sent):
 
 
 def test_nothing_leaves_while_ranks_that_share_an_item_talk(sent):
-    """A rank that waits for the sum would keep the others of its block waiting for it."""
+    """A rank that waits for the sum would make the others of its block wait for it."""
     encoder = made_encoder(blocks={2: dist.group.WORLD})
     work = begun(encoder, num_shared=len(GRIDS))
     go_back(work, work.forward())
@@ -111,7 +111,7 @@ def test_nothing_leaves_while_ranks_that_share_an_item_talk(sent):
 
 @pytest.mark.parametrize("frozen", [[], ["vision_tower"]], ids=str)
 def test_shared_items_are_scattered_once_and_never_kept(frozen, monkeypatch):
-    """Whether to compute again is every rank's own choice, so it cannot be one for these."""
+    """Each rank chooses recompute independently, so shared items are always recomputed."""
     scattered, scatter, encoded, encode = [], sharded.scatter_patches, [], sharded.encode
     monkeypatch.setattr(
         sharded, "scatter_patches", lambda *args: scattered.append(1) or scatter(*args)
@@ -124,7 +124,7 @@ def test_shared_items_are_scattered_once_and_never_kept(frozen, monkeypatch):
     go_back(work, work.forward())
     assert len(scattered) == 2
     assert len(encoded) == 4
-    # The largest that is computed again needs its room beside what is kept.
+    # The largest recomputed chunk needs room next to the kept ones.
     assert kept_chunks([50, 10, 10, 10], 70, 1) == [False, True, True, False]
 
 
@@ -180,7 +180,7 @@ def test_an_item_may_end_where_its_row_ends():
 
 
 def test_memory_is_bounded_by_what_ranks_hold():
-    """Against a plain loop; and never less than the chunks that the ranks really run."""
+    """Equals a plain loop and is never less than the chunks that the ranks really run."""
     plan, *_ = made_plan(2, 1, dp=2, items=40, seed=3, split=True)
     budget, itemsize = 100, 2
     grids = np.stack([0 * plan.tokens + 1, 0 * plan.tokens + 2, 2 * plan.tokens], axis=1)
@@ -212,14 +212,14 @@ def test_items_are_encoded_in_the_scope_that_needs_them(scope, assign):
     draw = np.random.Generator(np.random.Philox(key=8))
     row = np.sort(draw.integers(0, 16, 30))
     sides = 2 * draw.integers(1, 5, (2, 30))
-    sides[:, 7::14] = 20  # two are worth sharing
+    sides[:, 7::14] = 20  # two items are worth sharing
     items = SimpleNamespace(
         row=row, start=draw.integers(0, 28, 30), tokens=sides.prod(0) // 4, patches=sides.prod(0),
         frames=np.ones(30), grid_h=sides[0], grid_w=sides[1],
     )  # fmt: skip
     plan = SimpleNamespace(step=0, seq_len=128, num_rows=16, items=items)
     found = planner.plan(plan)
-    assert planner.plan(plan) is found  # loader and step ask for the same
+    assert planner.plan(plan) is found  # loader and step request the same plan
     together = {"world": [range(8)], "replica": [[0, 4], [1, 5], [2, 6], [3, 7]]}.get(
         scope, [[0, 1, 4, 5], [2, 3, 6, 7]]
     )

@@ -1,4 +1,4 @@
-"""The two passes of the encoder: the same bits however it is cut, kept, frozen or checked."""
+"""Tests that the encoder's two passes give the same bits however items are cut, kept or frozen."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ def made_encoder(dtype=torch.float32, budget=80, **how) -> DecoupledEncoder:
 
 
 def one_step(encoder: DecoupledEncoder, room: int = 0):
-    """Embeddings and gradients of all items, for a gradient that is a function of the place."""
+    """Return the pass, embeddings and gradients of all items, for a position-dependent gradient."""
     items = np.arange(len(GRIDS))
     shares = shares_of(0 * items, np.ones_like(items), TOKENS, np.zeros(1, np.int64))
     encoder.sums.zero()
@@ -57,7 +57,7 @@ def test_equals_the_encoder_in_the_graph(dtype):
     assert len(work.chunks) > 2
     pixels = made_pixels()
     whole = torch.from_numpy(np.concatenate([pixels[item] for item in range(len(GRIDS))]))
-    plain = made_encoder(dtype).module  # no hooks of ours have seen its gradients before
+    plain = made_encoder(dtype).module  # none of our hooks has seen its gradients
     for hook_free in plain.parameters():
         hook_free._post_accumulate_grad_hooks.clear()
     expected = plain(whole, GRIDS)
@@ -98,7 +98,7 @@ def test_frozen_parts_get_no_gradient_and_the_others_the_same(frozen, monkeypatc
     left = {n for n in whole_grads if not any(n.startswith(prefix[part]) for part in frozen)}
     assert grads.keys() == left
     assert all(torch.equal(grads[name], whole_grads[name]) for name in left)
-    # A frozen tower runs once for each chunk; its outputs wait for the projector's backward pass.
+    # A frozen tower runs once per chunk; its outputs are kept for the projector's backward pass.
     again = 1 if "vision_tower" in frozen else 2
     assert len(towers) == again * len(work.chunks)
 
@@ -123,7 +123,7 @@ def test_the_hash_sees_every_bit_and_its_place():
     flipped[3, 3] ^= 1
     assert len({hash_of(y) for y in (x, moved, flipped.view(torch.float32), x.double())}) == 4
     assert hash_of(x) == hash_of(x.clone()) == hash_of(x.T.contiguous().T)
-    assert hash_of(x[:0]) == 0  # of a shared item a rank may have no token
+    assert hash_of(x[:0]) == 0  # a rank may have no token of a shared item
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -135,7 +135,7 @@ def test_kept_chunks_leave_room_for_the_largest_other(seed):
         held = sum(size for size, keep in zip(sizes, kept, strict=True) if keep)
         others = [size for size, keep in zip(sizes, kept, strict=True) if not keep]
         assert not any(kept) or held + max(others, default=0) <= room
-        for number, size in enumerate(sizes):  # nothing more would have fitted
+        for number, size in enumerate(sizes):  # no other chunk would have fitted
             rest = [s for n, s in enumerate(sizes) if not kept[n] and n != number]
             assert kept[number] or held + size + max(rest, default=0) > room
 

@@ -1,4 +1,4 @@
-"""Operations of the pipeline's chunks, against sums written out layer by layer."""
+"""Compares the operation counts of pipeline chunks with layer-by-layer sums."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_operations_are_those_of_each_layer_and_the_head(vpp):
 
 @pytest.mark.parametrize("encoder", [0.0, 0.5, 4.0, 40.0])
 def test_the_update_of_the_encoder_fills_the_least_busy_stages(encoder):
-    """Against pouring it in small drops, each on the stage that has the least to do by then."""
+    """Compares with adding small amounts one by one to the stage with the least work so far."""
     config = load_config(
         "tiny_cpu",
         ["layout.pp=4", "layout.vpp=1", "layout.dp=2", "layout.ep=2", "model.language.num_layers=7",

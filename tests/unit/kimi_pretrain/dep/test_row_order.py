@@ -1,4 +1,4 @@
-"""Order of a replica's microbatches: which work lies where, and what it leaves as it is."""
+"""Tests the order of a replica's microbatches and the properties that it preserves."""
 
 import numpy as np
 import pytest
@@ -25,14 +25,14 @@ def test_work_rises_to_the_middle_and_falls(work):
         top = int(laid.argmax())
         assert (np.diff(laid[: top + 1]) >= 0).all()
         assert (np.diff(laid[top:]) <= 0).all()
-        # The two lightest are the first and the last, and the end is lighter than the beginning.
+        # The two lightest are first and last, and the end is lighter than the beginning.
         assert sorted(laid[[0, -1]].tolist()) == sorted(load.tolist())[:2] or len(load) == 1
         for depth in range(len(load) // 4):
             assert laid[-1 - depth] <= laid[2 * depth + 1]
 
 
 def test_an_order_by_hand():
-    # Ends first, the end before the beginning's second but one; equal ones as they are numbered.
+    # Positions are filled from both ends in turn; equal loads keep their order.
     assert light_ends(np.array([[0, 0, 0, 0, 5, 1]])).tolist() == [[0, 2, 5, 4, 3, 1]]
 
 
@@ -54,7 +54,7 @@ def config_of(order: str, dp: int, per_microbatch: int = 1):
 
 @pytest.fixture(scope="module")
 def plans():
-    """The plan of a step in each order; sources and packing are real, nothing is read."""
+    """Return the plan of a step in each order; no data is read, but packing is real."""
     mix = corpus.read_mix()
     return {
         order: next(corpus.steps(config_of(order, 2).data, 1, mix))
@@ -86,7 +86,7 @@ def test_a_step_has_the_same_rows_and_so_has_each_replica_and_microbatch(plans, 
 
 @pytest.mark.parametrize(("dp", "per_microbatch"), [(2, 1), (4, 2)])
 def test_media_go_where_their_rows_run(plans, dp, per_microbatch):
-    """Only the microbatch of a span changes: who encodes what, and where it lies, stay."""
+    """Only the microbatch of a span changes; encoding ranks and positions stay."""
     plan = plans["as_drawn"]
     configs = [config_of(order, dp, per_microbatch) for order in ("as_drawn", "light_ends")]
     drawn, light = (VisionPlanner(config).plan(plan) for config in configs)

@@ -1,4 +1,4 @@
-"""Items shared by blocks of ranks: which, by how many, where. Oracle: brute force."""
+"""Compares the items shared by blocks of ranks, and their blocks, with brute force."""
 
 from itertools import product
 
@@ -36,7 +36,7 @@ def slowest(placement: Placement, costs: np.ndarray, ranks: int) -> float:
 
 
 def best_of_all(costs: np.ndarray, parts: tuple[int, ...], ranks: int) -> float:
-    """Try every aligned block for every item."""
+    """Return the best makespan over every aligned block for every item."""
     choices = np.array(list(product(*(range(0, ranks, number) for number in parts))))
     work = np.zeros((len(choices), ranks))
     for item, number in enumerate(parts):
@@ -62,9 +62,9 @@ def test_loads_count_a_shared_item_on_every_member():
     ("ranks", "node", "parts", "first"),
     [
         (8, 8, 2, [0, 2, 4, 6]),
-        (7, 8, 2, [0, 2, 4]),  # 6 would stick out
+        (7, 8, 2, [0, 2, 4]),  # a block at 6 would exceed the ranks
         (12, 4, 4, [0, 4, 8]),
-        (12, 6, 4, [0, 8]),  # 4 to 7 lie on two nodes
+        (12, 6, 4, [0, 8]),  # a block at 4 would span two nodes
         (24, 8, 16, []),
         (40, 40, 16, [0, 16]),
         (5, 1, 1, [0, 1, 2, 3, 4]),
@@ -108,15 +108,18 @@ def test_every_placement_keeps_to_the_blocks(ranks, node, items, seed):
 def test_blocks_go_near_the_rank_in_need():
     ranks, numbers = 32, generator(3)
     places = Places(np.arange(ranks) // 16, np.arange(ranks) // 8)
-    home = numbers.permutation(8) * 4 + numbers.integers(0, 4, 8)  # one in each block of 4
+    home = numbers.permutation(8) * 4 + numbers.integers(0, 4, 8)  # one home in each block of 4
     found = place(np.full(8, 5.0), np.full(8, 4), home, places, EFFICIENCY)
     assert np.array_equal(found.rank, home // 4 * 4)
     crowd = place(np.full(2, 5.0), np.full(2, 4), np.array([9, 10]), places, EFFICIENCY)
-    assert sorted(crowd.rank.tolist()) == [8, 12]  # the other one on the same node
+    assert sorted(crowd.rank.tolist()) == [8, 12]  # the second block is on the same node
 
 
 def test_ranks_of_a_block_have_the_same_to_do_before_the_next_block():
-    """Else a block's members would wait for each other: most shared first, blocks nested."""
+    """Otherwise a block's members would wait for each other.
+
+    The most widely shared items come first, and blocks are nested.
+    """
     numbers, places = generator(8), nodes(32, 16)
     parts = numbers.choice(np.array([2, 4, 8, 16]), 40)
     work, _ = in_units(seconds_of_part(numbers.pareto(1.1, 40), parts, 0.85), parts, 32)
@@ -130,7 +133,7 @@ def test_ranks_of_a_block_have_the_same_to_do_before_the_next_block():
     assert base.sum() == (work * parts).sum()
 
 
-# Which items --------------------------------------------------------------------------------------
+# Choice of items ----------------------------------------------------------------------------------
 
 
 def test_near_the_best_of_all_splits_of_tiny_cases():
@@ -151,7 +154,7 @@ def test_near_the_best_of_all_splits_of_tiny_cases():
 
 @pytest.mark.parametrize(("items", "meet"), [(2, 1), (3, 2), (4, 2), (5, 3), (7, 4)])
 def test_bounds_of_whole_items_are_those_of_pigeonholes(items, meet):
-    """Equal items on two ranks: so many must meet on one; each that is split leaves one less."""
+    """Some of the equal items must share one of two ranks; each split item reduces their number."""
     bounds = _bounds(np.full(items, 6.0), 2, 1.0, 16)
     left = [-(-(items - split) // 2) for split in range(items + 1)]
     assert left[0] == meet
@@ -171,7 +174,7 @@ def test_splits_only_where_the_slowest_rank_gains(ranks, items_per_rank):
         split = place(costs, parts, home, places, EFFICIENCY)
         if (parts > 1).any():
             assert slowest(split, costs, ranks) * 1.01 < slowest(whole, costs, ranks)
-        if items_per_rank <= 3:  # the largest item binds: what splits are for
+        if items_per_rank <= 3:  # the largest item dominates, which is what splits are for
             total = np.where(parts > 1, costs / EFFICIENCY, costs).sum()
             assert (parts > 1).any()
             assert slowest(split, costs, ranks) < 1.25 * total / ranks
@@ -199,7 +202,7 @@ def test_two_ranks_at_half_their_speed_are_no_help():
     costs = np.append(np.ones(8), 40.0)
     assert choose_splits(costs, 8, 2, 0.5).max() == 1
     assert choose_splits(costs, 8, 4, 0.5).max() == 4
-    for seed in range(5):  # nor beside items that more ranks share
+    for seed in range(5):  # nor next to items that more ranks share
         parts = choose_splits(heavy_tailed(40, seed), 64, 16, 0.45)
         assert parts.max() > 2
         assert not (parts == 2).any()
@@ -207,7 +210,7 @@ def test_two_ranks_at_half_their_speed_are_no_help():
 
 def test_the_prediction_is_near_what_is_reached():
     places = nodes(256, 8)
-    for items in (200, 700, 3000):  # with 3,000 the small ones are poured, not placed
+    for items in (200, 700, 3000):  # with 3,000 the small items are poured, not placed
         costs = COSTS.seconds(4 * heavy_tailed_tokens(items, 2))
         parts = np.where(costs > 0.3, 8, np.where(costs > 0.1, 2, 1)).astype(np.int64)
         found = place(costs, parts, np.zeros(items, dtype=np.int64), places, EFFICIENCY)

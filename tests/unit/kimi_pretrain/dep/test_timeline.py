@@ -1,4 +1,7 @@
-"""The pipeline's passes in closed form and by hand; Megatron-Core's order: `schedule_case.py`."""
+"""Tests the pipeline's timeline in closed form and by hand.
+
+`schedule_case.py` compares the order of passes with Megatron-Core's.
+"""
 
 import numpy as np
 import pytest
@@ -23,10 +26,10 @@ def test_equal_stages_take_as_long_as_the_closed_form(stages, chunks, microbatch
     schedule, forward, backward = Schedule(stages, chunks, microbatches), 3.0, 5.0
     virtual = stages * chunks
     line = timeline(schedule, np.full(virtual, forward), np.full(virtual, backward))
-    # All passes of a stage, and a bubble that interleaving divides by the chunks of a stage.
+    # All passes of a stage, and a bubble that interleaving divides by the chunks per stage.
     whole = chunks * (forward + backward)
     assert line.total == pytest.approx((microbatches + (stages - 1) / chunks) * whole, rel=1e-12)
-    # Every stage but the first waits for its turn, and nobody works twice at a time.
+    # Every stage but the first waits for its turn, and no stage runs two passes at a time.
     assert line.start[:, 0].tolist() == [forward * stage for stage in range(stages)]
     assert (line.start[:, 1:] >= line.end[:, :-1]).all()
 
@@ -38,16 +41,16 @@ def test_a_pipeline_worked_out_by_hand():
     line = timeline(schedule, forward, backward)
     assert line.start.tolist() == [[0, 1, 4, 7], [1, 3, 4, 6]]
     assert line.end.tolist() == [[1, 2, 6, 9], [3, 4, 6, 7]]
-    # Half a second on the way, there and back, twice in the longest chain.
+    # A transfer takes half a second, and the longest chain has two.
     assert timeline(schedule, forward, backward, send=0.5).total == 10.0
-    # Microbatch 1 takes three seconds more on its way in: F1 ends at 5, so B1 begins at 8.
+    # Microbatch 1 takes three seconds longer at first, so F1 ends at 5 and B1 begins at 8.
     late = np.array([[0.0, 3.0], [0.0, 0.0]])
     assert timeline(schedule, forward[:, None] + late, backward).total == 10.0
     assert timeline(schedule, forward, backward[:, None] + late).total == 12.0
 
 
 def drawn(stages, chunks, microbatches):
-    """A schedule whose passes take anything, its timeline, and seconds of forwards, backwards."""
+    """Return a schedule, its timeline, and random seconds of forward and backward passes."""
     schedule = Schedule(stages, chunks, microbatches)
     seconds = np.random.default_rng(7).uniform(0.1, 3.0, (2, stages * chunks, microbatches))
     return schedule, timeline(schedule, *seconds, send=0.2), seconds
@@ -76,11 +79,11 @@ def test_no_pass_comes_before_what_it_needs(stages, chunks, microbatches):
         assert line.end[stage, number] == max(begins) + took
 
 
-# Waits that lie together --------------------------------------------------------------------------
+# Gathered gaps ------------------------------------------------------------------------------------
 
 
 def started_late(schedule, line, send, stage, number, late):
-    """The end of a step in which one pass begins later than it could: simulated anew."""
+    """Return the end of a simulated step in which one pass starts later than it could."""
     seconds, start, end = line.end - line.start, np.zeros_like(line.end), np.zeros_like(line.end)
     for s, n, needed in events(schedule):
         begins = [0.0, end[s, n - 1] if n else 0.0]
@@ -99,7 +102,7 @@ def started_late(schedule, line, send, stage, number, late):
 def test_a_pass_may_begin_as_late_as_its_latest_start_and_no_later(stages, chunks, microbatches):
     schedule, line, _ = drawn(stages, chunks, microbatches)
     spare = latest_starts(schedule, line, 0.2) - line.start
-    assert spare.min() == pytest.approx(0.0, abs=1e-9)  # of what the step waits for
+    assert spare.min() == pytest.approx(0.0, abs=1e-9)  # the passes that the step waits for
     for (stage, number), late in np.ndenumerate(spare):
         at = schedule, line, 0.2, stage, number
         assert started_late(*at, late) == pytest.approx(line.total, abs=1e-9)
@@ -116,7 +119,7 @@ def test_gathered_waits_are_fewer_and_the_step_no_longer(stages, chunks, microba
     latest = latest_starts(schedule, line, 0.2)
     later = found.start - line.start
     assert later.min() > -1e-9
-    # What begins later does so in time: there is `least` to spare.
+    # A pass that starts later still meets its latest start.
     assert (found.start <= np.maximum(line.start, latest) + 1e-9).all()
     number = [{one: n for n, one in enumerate(passes)} for passes in schedule.passes]
     for stage, passes in enumerate(schedule.passes):

@@ -1,4 +1,4 @@
-"""The encoder stops between its blocks, forward and back, and comes to the same bits."""
+"""Tests that an encoder pass split between blocks, forward and backward, gives the same bits."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ GRADIENT = torch.sin(torch.arange(TOKENS * 24, dtype=torch.float64)).view(TOKENS
 
 
 def step(encoder, pieces, kept=0):
-    """Output and gradients of two items, in pieces."""
+    """Return the output and the gradients of two items, computed in pieces."""
     encoder.sums.zero()
     run = UnitPass(encoder, pixels(), GRIDS, pieces, kept=kept)
     outputs = [run.forward(piece) for piece in range(pieces)]
@@ -47,7 +47,7 @@ def step(encoder, pieces, kept=0):
 
 
 def in_one(encoder):
-    """The same by torch alone: the module, called once, and one backward pass."""
+    """Return the output and the gradients of one forward and one backward pass by torch alone."""
     encoder.sums.zero()
     output = encoder.module(torch.from_numpy(np.concatenate(pixels())), GRIDS)
     if encoder.trainable:
@@ -64,7 +64,7 @@ def test_pieces_come_to_the_bits_of_one_pass(dtype, frozen):
     encoder = made_encoder(dtype, frozen)
     output, grads = in_one(encoder)
     assert len(grads) == len(encoder.trained())
-    for pieces in (1, 2, 3, 5, 7):  # of five blocks: pieces may be empty
+    for pieces in (1, 2, 3, 5, 7):  # of five blocks, so pieces may be empty
         for kept in {0, pieces // 2, pieces - 1, pieces}:
             found, found_grads = step(encoder, pieces, kept)
             assert torch.equal(found, output)
@@ -74,14 +74,14 @@ def test_pieces_come_to_the_bits_of_one_pass(dtype, frozen):
 
 
 def test_units_in_turns_come_to_the_bits_of_one_after_the_other():
-    """Each piece in the order of units: a bubble too short for one goes on with the next."""
+    """Units keep their order within each piece; a bubble too short for one unit runs the next."""
     encoder, pieces = made_encoder(), 3
     some, grids = [*pixels(), pixels()[0][:8]], [*GRIDS, (1, 2, 4)]
     rows = [*GRADIENT.float().split((6, 3)), GRADIENT.float()[4:6]]
 
     def gradients(*order):
         encoder.sums.zero()
-        units = [  # one more piece kept of each
+        units = [  # each keeps one more piece than the unit before
             UnitPass(encoder, [one], [grid], pieces, kept=number)
             for number, (one, grid) in enumerate(zip(some, grids))
         ]
@@ -113,7 +113,7 @@ def test_nothing_is_left_of_a_unit_that_is_done(kept):
     assert run._x is None
     for piece in range(3):
         run.again(piece)
-        assert len(run._graph) == max(1, kept - piece)  # no other graph than what is kept
+        assert len(run._graph) == max(1, kept - piece)  # only the graphs of kept pieces
         run.backward(None if piece else GRADIENT.float())
     left = (run._graph, run._inputs, run._hashes, run._x, run._pack, run._pixels, run._features)
     assert left == ([], [], [], None, None, None, None)

@@ -1,4 +1,4 @@
-"""Who receives which token: spans against a plain loop over tokens, for every way to cut a row."""
+"""Compares the spans of received tokens with a plain loop, for every way to cut a row."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ MICROBATCHES = 3
 
 
 def made_plan(cp: int, tp: int, dp: int, items: int, seed: int, *, split: bool, order=None):
-    """Items at places of their own in the rows of every replica, on ranks drawn by chance."""
+    """Return items at random positions in the rows of every replica, on random ranks."""
     draw = np.random.Generator(np.random.Philox(key=seed))
     ranks = Ranks(LayoutConfig(pp=2, dp=dp, cp=cp, tp=tp), per_node=8)
     parts = SequenceParts(ROW, cp, tp)
@@ -76,10 +76,10 @@ def test_what_is_sent_is_what_is_received(items):
     sent = received = 0
     for rank in range(plan.num_ranks):
         out, into = plan.sent_by(rank), plan.received_by(rank)
-        assert np.all(np.diff(out.dest) >= 0)  # an all-to-all sends and receives rank by rank
+        assert np.all(np.diff(out.dest) >= 0)  # an all-to-all sends and receives in rank order
         assert np.all(np.diff(into.source) >= 0)
         sent, received = sent + out.count.sum(), received + into.count.sum()
-        for other in range(plan.num_ranks):  # one pair's tokens are in the same order at both ends
+        for other in range(plan.num_ranks):  # a pair's tokens have the same order at both ends
             theirs = plan.received_by(other)
             theirs, mine = theirs[theirs.source == rank], out[out.dest == other]
             assert np.array_equal(mine.item, theirs.item)
@@ -107,7 +107,7 @@ def test_shared_items_come_first_and_every_token_is_encoded_once():
             seen[start[item] + begin : start[item] + end] += 1
     assert np.all(seen == 1)
     fetched = np.concatenate([plan.fetched_by(rank) for rank in range(plan.num_ranks)])
-    assert sorted(fetched.tolist()) == list(range(60))  # an item that is shared is read once
+    assert sorted(fetched.tolist()) == list(range(60))  # a shared item is read once
 
 
 def test_loads_count_a_shared_item_on_each_of_its_ranks():

@@ -1,4 +1,4 @@
-"""FP8 tiles against a loop over tiles, and how far the gradients of an expert move."""
+"""Compares FP8 tiles with a loop over tiles and bounds the error of an expert's gradients."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def random(*shape, seed=0, scale=1.0):
 
 
 def by_loop(x):
-    """Tile by tile: scaled to 448, cast, and back."""
+    """Scale each tile to 448, cast it to FP8, and convert it back."""
     out = torch.empty_like(x)
     for row in range(x.shape[0]):
         for start in range(0, x.shape[1], TILE):
@@ -46,14 +46,14 @@ def test_errors_are_those_of_three_bits():
     x = random(64, 512, scale=1e-3)
     found = from_fp8(*to_fp8(x), torch.float32)
     tops = x.unflatten(-1, (4, TILE)).abs().amax(-1, keepdim=True).expand(64, 4, TILE).flatten(1)
-    # Half a step of three bits of mantissa; below the normal numbers half the smallest step.
+    # Half a step of a three-bit mantissa; below the normal numbers, half the smallest step.
     assert ((found - x).abs() <= torch.maximum(x.abs() / 16, tops / 448 / 1024)).all()
 
 
 @pytest.mark.parametrize("width", [256, 200])
 @pytest.mark.parametrize("planted", [float("inf"), -float("inf"), float("nan")])
 def test_a_tile_with_what_is_not_finite_comes_back_as_nan(planted, width):
-    """All of it: behind a clamped scale the rest of the tile would look like zeros."""
+    """A clamped scale would turn the rest of the tile into zeros, so the whole tile becomes NaN."""
     x = random(3, width)
     x[1, 130] = planted
     found = from_fp8(*to_fp8(x), torch.float32)
@@ -82,7 +82,7 @@ def by_tiles(x):
 
 
 def gradients(x, keep):
-    """An expert's gradients of x, up and down weights, from inputs as `keep` gives them back."""
+    """Return gradients of x, up and down weights of an expert whose inputs pass through `keep`."""
     up, down, grad = random(512, 256, seed=1) / 16, random(256, 256, seed=2) / 16, random(300, 256)
     gate_up = (x.float() @ up.T).to(x.dtype)
     kept_x, kept = (keep(t).float().requires_grad_() for t in (x, gate_up))
@@ -104,14 +104,14 @@ def test_gradients_stay_within_six_percent(scale):
 
 
 def test_without_scales_small_inputs_lose_their_gradients():
-    """The control of the test above."""
+    """Control of the test above: a plain cast fails for small inputs."""
     assert max(errors(random(300, 256).bfloat16(), plainly_cast)) <= 0.06
     assert min(errors(random(300, 256, scale=1e-3).bfloat16(), plainly_cast)) > 0.5
 
 
 @pytest.mark.parametrize("function", ["to_fp8", "from_fp8"])
 def test_the_formulas_can_be_compiled_whole(function):
-    """As for CUDA, but for the kernels."""
+    """Compiles as for CUDA, but without the kernels."""
     formula = getattr(fp8_tiles, function).__wrapped__
     compiled = torch.compile(formula, backend="eager", fullgraph=True, dynamic=True)
     for rows in (4, 9):

@@ -1,4 +1,4 @@
-"""Host memory for saved tensors: the same bits, what is where and when, and a pool that settles."""
+"""Tests saved tensors in host memory: equal bits, their location over time, and a stable pool."""
 
 import gc
 
@@ -18,13 +18,13 @@ from tests.unit.kimi_pretrain.memory.test_saved import (
     leaf,
 )
 
-LAYERS, SLAB = 4, 5000  # a slab is smaller than a storage, and divides none
+LAYERS, SLAB = 4, 5000  # a slab is smaller than a storage and divides none
 EVERY = TOKENS * WIDTH * 4
 CPU = torch.device("cpu")
 
 
 class Stack(torch.nn.Module):
-    """Some blocks; each begins a group."""
+    """Stack of blocks, each of which begins a group."""
 
     def __init__(self, policy, dtype=torch.float32, device=CPU):
         super().__init__()
@@ -45,7 +45,7 @@ def policy(kinds=(), *, fp8=False, least=0, slab=SLAB, device=CPU):
 
 
 def step(model, schedule=("F0", "B0")):
-    """Forward and backward of microbatches in the order of a schedule; loss and all gradients."""
+    """Run microbatches in the order of a schedule; return the losses and all gradients."""
     model.policy.begin_step()
     device = model.blocks[0].gain.device
     inputs, outputs = {}, {}
@@ -99,7 +99,7 @@ def test_from_the_second_step_on_nothing_is_late_and_nothing_grows(schedule):
 
 
 def test_a_schedule_that_changes_is_late_and_right():
-    """Guesses are wrong for a step; the control of `late` above."""
+    """Guesses are wrong for one step; this is the control of `late` above."""
     first, then = SCHEDULES["all forward first"], SCHEDULES["1F1B"]
     model = Stack(policy())
     step(model, first)
@@ -110,7 +110,7 @@ def test_a_schedule_that_changes_is_late_and_right():
 
 
 def test_what_is_where():
-    """After a forward pass the last two groups are on the device, too; before them, nothing."""
+    """After a forward pass only the last two groups are also on the device."""
     model = Stack(policy())
     every = Stack(policy(least=1 << 40))
     model.policy.begin_step()
@@ -129,7 +129,7 @@ def test_small_tensors_and_weights_stay():
     model.policy.begin_step()
     out = model(leaf())
     found = model.policy.bytes_by_kind()
-    # A number a row of each norm, and SwiGLU's output, of half the width.
+    # One number per row of each norm, and SwiGLU's output of half the width.
     assert found["kept"] == LAYERS * (TOKENS * 4 + EVERY // 2)
     assert found["weights"] == sum(p.nbytes for p in model.parameters())
     assert out.requires_grad
@@ -161,7 +161,7 @@ def test_views_of_a_storage_share_one_copy():
     views = [x, x[3:5, 7], x.T, x.chunk(2, -1)[1]]
     saved = [kept.keep(view) for view in views]
     assert kept.bytes_by_kind()["host"] == EVERY
-    for _ in range(2):  # in time, and let go
+    for _ in range(2):  # once in time, once after its release
         assert_same_bits([one.give() for one in saved], views)
         kept.open_group()
         kept.open_group()
@@ -210,7 +210,7 @@ def test_nothing_is_kept_of_an_evaluation_or_a_dropped_graph():
 
 
 def test_what_comes_back_while_room_is_taken_overlaps_with_nothing(monkeypatch):
-    """As when the collector runs in between and drops the last storage of the open slab."""
+    """The garbage collector may run in between and drop the last storage of the open slab."""
     pool = Pool(Copies(), 100)
     dropped = [pool.take(30)]
 
@@ -235,7 +235,7 @@ def test_what_a_storage_without_room_had_taken_is_given_back(monkeypatch):
         pool.take(400)
     assert pool.slabs == 3
     pool.give_back(first)
-    pool.take(300)  # all of it, with no new slab
+    pool.take(300)  # fills them without a new slab
     assert pool.slabs == 3
 
 
@@ -249,7 +249,7 @@ def test_a_host_without_room_is_told(monkeypatch):
 
 
 def test_a_storage_is_let_go_as_one_that_the_current_stream_uses():
-    """Else one of another stream would be handed on while it is still being copied."""
+    """Otherwise the memory of another stream's storage would be reused while it is being copied."""
     waits = []
 
     class Seen(Copies):
@@ -278,12 +278,12 @@ def test_a_storage_of_another_stream_is_not_handed_on_while_it_is_copied():
         x = torch.full((1 << 24,), 7.0, device=device)
     torch.cuda.current_stream().wait_stream(side)
     with torch.cuda.stream(kept.host._copies._outward):
-        torch.cuda._sleep(1 << 29)  # a fraction of a second, before the copy
+        torch.cuda._sleep(1 << 29)  # delays the copy by a fraction of a second
     saved = kept.keep(x)
     kept.open_group()
     kept.open_group()
     del x
-    with torch.cuda.stream(side):  # the same memory, were it free
+    with torch.cuda.stream(side):  # would get the same memory if it were free
         torch.full((1 << 24,), 8.0, device=device)
     assert (saved.give() == 7.0).all()
 
@@ -293,7 +293,7 @@ def test_a_storage_of_another_stream_is_not_handed_on_while_it_is_copied():
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
 @pytest.mark.parametrize("treatment", [{"kinds": KINDS}, {"kinds": KINDS, "fp8": True}])
 def test_no_bit_changes_on_a_gpu(schedule, treatment):
-    """Streams and events: a missing wait shows as other bits."""
+    """Uses streams and events: a missing wait changes bits."""
     device = torch.device("cuda", torch.cuda.current_device())
     model = Stack(policy(**treatment, device=device), torch.bfloat16, device)
     plain = dict(treatment)
@@ -308,7 +308,7 @@ def test_no_bit_changes_on_a_gpu(schedule, treatment):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_device_memory_on_a_gpu():
-    """Large tensors: with host memory a forward pass leaves two groups on the device."""
+    """With large tensors in host memory, a forward pass leaves two groups on the device."""
     device = torch.device("cuda", torch.cuda.current_device())
     left = {}
     for name, used in {

@@ -1,4 +1,4 @@
-"""What a machine and its control groups leave, and offload that does not fit into it."""
+"""Tests the free memory of a machine and its control groups, and offload that exceeds it."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from kimi_pretrain.reliability.preflight import check_host, check_start
 from tests.dist.jobs import SMALL, layout
 
 AVAILABLE = 64 * GIB
-# Files of control groups -> what is free. The membership file names the group of this process.
+# Control group files -> free memory. The membership file names the group of this process.
 GROUPS = {
     "no limit": ("0::/job\n", {"job/memory.max": "max", "job/memory.current": 5}, AVAILABLE),
     "version 2": (
@@ -98,7 +98,7 @@ def configured(*settings: str):
 
 @pytest.fixture
 def room(monkeypatch):
-    """Set how much is free on the host."""
+    """Return a function that sets how much memory is free on the host."""
     return lambda size: monkeypatch.setattr(limits, "host_room", lambda: Room(size, "a bound"))
 
 
@@ -117,7 +117,7 @@ def test_offload_without_room_is_refused_before_data_are_opened(room):
     room(2 * first - 1)
     with pytest.raises(ConfigError, match="ranks 0 to 1 of"):  # two machines of two: the first
         check_start(config, ranks_here=2)
-    with pytest.raises(ConfigError, match="ranks 0 to 1 of"):  # whichever is named first
+    with pytest.raises(ConfigError, match="ranks 0 to 1 of"):  # whichever is given first
         limits.check_host_memory(config, [range(2, 4), range(2)])
 
 
@@ -138,7 +138,7 @@ def test_else_the_data_are_what_is_looked_at_next(settings, free, here, room):
 
 @pytest.mark.parametrize(("rank", "refused"), [(0, True), (1, False), (2, False)])
 def test_ranks_that_others_started_look_at_their_own_machine(rank, refused, room, monkeypatch):
-    """Two machines of two ranks, with room for the second stage's."""
+    """Two machines have two ranks each, and only the ranks of the second stage fit."""
     config = configured(*OFFLOAD)
     room(2 * host_bytes(config)[1])
     monkeypatch.setenv("RANK", str(rank))

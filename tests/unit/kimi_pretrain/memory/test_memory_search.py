@@ -1,4 +1,4 @@
-"""Combinations under a limit of memory: against brute force, and as settings that can be made."""
+"""Compares combinations of switches under a memory limit with brute force and applies them."""
 
 from itertools import combinations
 
@@ -17,7 +17,7 @@ RUN = (
     "train.dtype=bfloat16", "train.attention=portable", "train.offload_min_mib=0",
     "dep.offload_outputs=true", "train.recompute=[norms,swiglu]", "train.rows_per_microbatch=2",
 )  # fmt: skip
-# All that the run does not have yet, and takes.
+# All switches that this configuration can still set.
 SWITCHES = (
     ("dep.max_patches_per_chunk=512", "dep.max_patches_per_chunk=256"),
     ("train.recompute=[norms,swiglu,mla_up]",), ("train.offload=true",),
@@ -35,7 +35,7 @@ def peak(*settings: str) -> int:
 
 @pytest.fixture(scope="module")
 def peaks() -> dict[frozenset[str], int]:
-    """Of every combination, each planned by itself from its settings."""
+    """Return the peak of every combination, each planned from its settings."""
     chosen = [frozenset[str]()]
     for levels in SWITCHES:
         chosen = [one | {level} for one in chosen for level in levels] + chosen
@@ -51,10 +51,10 @@ def test_what_fits_is_what_brute_force_finds(place, peaks):
     fits = {one for one, size in peaks.items() if size <= limit}
     for one in own:
         assert one.fullest.peak == peaks[frozenset(one.settings)] <= limit
-        for fewer in range(len(one.settings)):  # nothing in it is in vain
+        for fewer in range(len(one.settings)):  # no smaller combination fits
             for some in combinations(one.settings, fewer):
                 assert frozenset(some) not in fits
-    # Whatever fits has all switches of one that is told, each as far or farther.
+    # Each combination that fits has all switches of a reported one, at the same or a further level.
     for fit in fits:
         assert any(
             all(mild in fit or further(mild) & fit for mild in one.settings) for one in own
@@ -68,13 +68,13 @@ def on_the_same_layout(found):
 
 
 def further(setting: str) -> set[str]:
-    """Return the levels beyond one."""
+    """Return the levels of a switch beyond this one."""
     (levels,) = [levels for levels in SWITCHES if setting in levels]
     return set(levels[levels.index(setting) + 1 :])
 
 
 def test_more_ranks_are_told_where_they_spare_switches(peaks):
-    """Each row with fewer, or milder, switches than all before it; and true as settings."""
+    """Each row has fewer or milder switches than all before it, and its settings are valid."""
     limit = min(peaks.values()) * 9 // 10  # too little for this layout
     found = search(made(), limit)
     assert found.fits
@@ -112,7 +112,7 @@ def test_a_limit_below_the_weights_says_so():
 
 
 def cost(one) -> list[int]:
-    """Return how far each switch is thrown, the most costly first."""
+    """Return how far each switch is set, the most costly switch first."""
     return [
         1 + levels.index(set(levels).intersection(one.settings).pop())
         if set(levels).intersection(one.settings)
@@ -122,8 +122,9 @@ def cost(one) -> list[int]:
 
 
 def test_rows_are_in_the_order_of_their_cost(peaks):
-    """Chunks and recompute before FP8 storage; on other layouts each row costs less than all
-    before.
+    """Chunks and recompute come before FP8 storage.
+
+    On other layouts each row costs less than all before it.
     """
     least, most, rows = min(peaks.values()), peaks[frozenset()], []
     for place in (-0.3, -0.1, *(n / 16 for n in range(1, 16, 3))):

@@ -1,4 +1,4 @@
-"""RMSNorm and SwiGLU against torch's operators, and what their graphs keep."""
+"""Compares RMSNorm and SwiGLU with torch's operators and checks what their graphs keep."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from kimi_pretrain.memory import pointwise
 from kimi_pretrain.memory.pointwise import rms_norm, swiglu
 
-# dtype -> how far outputs and gradients may be from torch's, relative to the largest.
+# dtype -> tolerance of outputs and gradients, relative to the largest value
 CLOSE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
 
@@ -86,7 +86,7 @@ def test_a_frozen_weight_has_no_gradient():
 
 @pytest.mark.parametrize("function", ["_forward", "_backward"])
 def test_the_formulas_can_be_compiled_whole(function):
-    """As for CUDA, but for the kernels: the graph has no breaks, and any number of rows."""
+    """Compiles as for CUDA, but without the kernels: no graph breaks, and any number of rows."""
     formula = getattr(pointwise, function).__wrapped__
     compiled = torch.compile(formula, backend="eager", fullgraph=True, dynamic=True)
     for rows in (5, 9):

@@ -1,4 +1,4 @@
-"""The policy over saved tensors, on a block made of its three kinds: bits, bytes, misuse."""
+"""Tests the policy for saved tensors on a block with its three kinds: bits, bytes and misuse."""
 
 import gc
 import weakref
@@ -18,7 +18,7 @@ KINDS = ("norms", "swiglu", "mla_up")
 
 
 class Block(Saves, torch.nn.Module):
-    """Norm, two products from one input made again together, SwiGLU, and a sum."""
+    """Block of a norm, two recomputed products of one input, SwiGLU, and a sum."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -76,7 +76,7 @@ def test_what_is_made_again_has_the_same_bits(kinds, dtype):
 
 
 def test_each_kind_takes_its_own_bytes():
-    """Of fp32 tensors of TOKENS x WIDTH: what is held between forward and backward."""
+    """Counts the bytes of fp32 TOKENS x WIDTH tensors held between forward and backward."""
     every = TOKENS * WIDTH * 4
 
     def held(*kinds, fp8=False):
@@ -90,10 +90,11 @@ def test_each_kind_takes_its_own_bytes():
         del out
         return found["kept"]
 
-    # x, a number a row; normed; one, two, sigmoid(two); y; gate_up; its SwiGLU, of half the width.
+    # x and one number per row; normed; one, two, sigmoid(two); y; gate_up; SwiGLU, of half the
+    # width.
     assert held() == 7 * every + every // 2 + TOKENS * 4
     assert held("norms") == held() - every
-    # tanh saves its output as well: `two`, which its own consumer reads from the recipe.
+    # tanh also saves its output `two`, which its consumer reads from the recipe.
     assert held("swiglu") == held() - every // 2
     assert held("mla_up") == held() - every
     codes = TOKENS * (WIDTH + 4)
@@ -102,7 +103,7 @@ def test_each_kind_takes_its_own_bytes():
 
 
 class Quantised(torch.autograd.Function):
-    """The explicit twin: a product or SwiGLU of `x`, whose backward pass reads `kept`."""
+    """Reference with explicit quantisation: a function of `x` whose backward pass reads `kept`."""
 
     @staticmethod
     def forward(ctx, function, x, kept, *weights):
@@ -139,7 +140,7 @@ def test_fp8_is_what_a_twin_that_quantises_gets(kinds, dtype):
     found = gradients(block(Policy(kinds, fp8=True), dtype))
     assert_same_bits(found, wanted)
     plain = gradients(block(dtype=dtype))
-    assert_same_bits(found[:1], plain[:1])  # the forward pass is as it was
+    assert_same_bits(found[:1], plain[:1])  # the forward pass does not change
     assert not torch.equal(found[5], plain[5])  # gradient of `up`
 
 
@@ -201,7 +202,7 @@ def test_inputs_that_are_written_to_before_an_output_is_saved_are_refused():
 
 
 def test_inputs_are_kept_once():
-    """What is written to them later is found where they are needed, and not before."""
+    """Later writes to the inputs are detected when they are needed, not before."""
     policy = Policy(KINDS)
     x = leaf() * 1.0
     with policy.saving():
@@ -247,7 +248,7 @@ def test_made_once_for_all_and_gone_with_the_last():
         total = forward()
     assert [ref() for ref in made] == [None]
     total.backward()
-    assert alive == [True, False]  # gone before the second gradient is handed on
+    assert alive == [True, False]  # released before the second gradient is handed on
     assert len(made) == 2
     assert made[1]() is None
 
@@ -262,7 +263,7 @@ def test_nothing_is_held_after_an_exception_or_without_a_graph():
     failed = False
     try:
         module(leaf())
-    except RuntimeError:  # its traceback holds the frames, and is gone with it
+    except RuntimeError:  # its traceback holds the frames and goes with it
         failed = True
     assert failed
     assert policy.bytes_by_kind() == {}
@@ -270,7 +271,7 @@ def test_nothing_is_held_after_an_exception_or_without_a_graph():
 
 @pytest.mark.parametrize("used", [True, False])
 def test_a_view_of_an_input_is_not_kept_alive_by_itself(used):
-    """Its recipe would lie on the storage that it holds: for ever, without a backward pass."""
+    """A recipe that owned its own storage would never be freed without a backward pass."""
     policy, weight = Policy(["norms"]), torch.ones(TOKENS, TOKENS, requires_grad=True)
     x = leaf() * 1.0
     seen, wanted = weakref.ref(x.untyped_storage()), x.detach().view(WIDTH, TOKENS).sum(0)
@@ -332,7 +333,7 @@ VIEWS = {
 @pytest.mark.parametrize("first", VIEWS.values(), ids=VIEWS.keys())
 @pytest.mark.parametrize("treatment", ["fp8", "remade"])
 def test_any_view_may_be_the_first_that_is_saved(treatment, first, host):
-    """Codes are of the whole storage in its own order, whichever view of it autograd saves."""
+    """Codes cover the whole storage in its own order, whichever view autograd saves."""
     memory = HostMemory(torch.device("cpu"), 0, 5000) if host else None
     policy = Policy(["norms"], fp8=True, host=memory)
     policy.open_group()
@@ -357,7 +358,7 @@ def test_any_view_may_be_the_first_that_is_saved(treatment, first, host):
 @pytest.mark.parametrize("host", [False, True])
 @pytest.mark.parametrize("planted", [float("inf"), float("nan")])
 def test_codes_show_what_is_not_finite_wherever_they_wait(planted, host):
-    """Else the update would look right."""
+    """Otherwise the update would look right."""
     memory = HostMemory(torch.device("cpu"), 0, 5000) if host else None
     policy = Policy(fp8=True, host=memory)
     policy.open_group()
@@ -373,7 +374,7 @@ def test_codes_show_what_is_not_finite_wherever_they_wait(planted, host):
 
 
 def test_a_saved_part_does_not_hold_the_rest():
-    """Of a sorted order whose beginning is saved, the beginning stays; values and gradient do."""
+    """Only the saved beginning of a sorted order stays, and values and gradient are right."""
     x = torch.randn(8, generator=torch.Generator().manual_seed(2), requires_grad=True)
     order = torch.argsort(x.detach())
     rest = weakref.ref(order.untyped_storage())
@@ -399,7 +400,7 @@ PARTS = {
 @pytest.mark.parametrize("made", PARTS.values(), ids=PARTS.keys())
 @pytest.mark.parametrize("treatment", ["fp8", "remade"])
 def test_what_is_not_all_of_its_storage_is_kept_as_it_is(made, treatment):
-    """Codes become a tensor without gaps: a view's place in the storage says nothing there."""
+    """Codes decode to a contiguous tensor, in which a view's storage offset has no meaning."""
     policy, results = Policy(["norms"], fp8=True), []
     for used in (policy, Policy()):
         x = leaf()
@@ -417,7 +418,7 @@ def test_what_is_not_all_of_its_storage_is_kept_as_it_is(made, treatment):
 
 
 def test_what_is_recomputed_has_no_codes():
-    """Its bits stay, and a recipe holds fewer bytes than codes."""
+    """Its bits stay the same, and a recipe holds fewer bytes than codes."""
     policy, results = Policy(["norms"], fp8=True), []
     for used in (policy, Policy()):
         x = leaf()
@@ -429,7 +430,7 @@ def test_what_is_recomputed_has_no_codes():
 
 
 def test_an_alias_made_by_data_is_recomputed():
-    """It counts its own versions: Megatron-Core makes such aliases of views (`covers`)."""
+    """An alias has its own version counter; Megatron-Core makes such aliases (`covers`)."""
     policy = Policy(["norms"])
     with policy.saving():
         x = leaf() * 1.0
@@ -440,7 +441,7 @@ def test_an_alias_made_by_data_is_recomputed():
 
 
 class Expert(Saves, torch.nn.Module):
-    """An expert, trained or frozen; its input has a gradient."""
+    """Expert, trained or frozen, whose input has a gradient."""
 
     def __init__(self, *, trained):
         super().__init__()
@@ -458,7 +459,7 @@ class Expert(Saves, torch.nn.Module):
 @pytest.mark.parametrize("host", [False, True])
 @pytest.mark.parametrize("trained", [True, False])
 def test_nothing_is_done_for_tensors_that_no_backward_pass_needs(trained, host, monkeypatch):
-    """With frozen weights, for the input of either product: SwiGLU alone saves something."""
+    """With frozen weights neither product needs its input, so only SwiGLU saves a tensor."""
     coded, copied = [], []
     monkeypatch.setattr(saved, "to_fp8", lambda x: coded.append(tuple(x.shape)) or to_fp8(x))
     memory = HostMemory(torch.device("cpu"), 0) if host else None
@@ -485,14 +486,17 @@ def test_nothing_is_done_for_tensors_that_no_backward_pass_needs(trained, host, 
 
 
 def plainly_cast(monkeypatch):
-    """Codes as a cast makes them: what Megatron-Core's own FP8 storage keeps."""
+    """Make codes by a plain cast, as Megatron-Core's own FP8 storage does."""
     monkeypatch.setattr(saved, "to_fp8", lambda x: (x.to(torch.float8_e4m3fn), torch.ones(1)))
     monkeypatch.setattr(saved, "from_fp8", lambda codes, scales, dtype: codes.to(dtype))
 
 
 @pytest.mark.parametrize("kinds", [(), KINDS])
 def test_every_gradient_stays_within_six_percent_at_any_scale(kinds, monkeypatch):
-    """Of input, up and down weights, with inputs around 1 and 1e-3; a plain cast is the control."""
+    """Checks gradients of input, up and down weights for inputs around 1 and 1e-3.
+
+    A plain cast is the control.
+    """
 
     def errors(scale):
         found = []

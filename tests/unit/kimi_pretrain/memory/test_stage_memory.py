@@ -1,4 +1,4 @@
-"""The plan of memory: the schedule's arithmetic, what a limit refuses, what lowers the peak."""
+"""Tests the memory plan: the schedule's arithmetic, refusals by a limit, and a lower peak."""
 
 import re
 from math import prod
@@ -31,7 +31,7 @@ from tests.dist.jobs import SMALL
 @pytest.mark.parametrize(
     ("layout", "stage", "held"),
     [
-        # PP16 x VPP2: 2 x 15 + 16 forward passes to warm up, and one.
+        # PP16 x VPP2: 2 x 15 + 16 warm-up forward passes, and one more.
         ((16, 2, False), 0, 47),
         ((16, 2, True), 0, 48),
         ((16, 2, False), 15, 17),
@@ -58,7 +58,7 @@ def test_a_short_step_holds_no_more_than_there_are():
 
 
 def test_bytes_of_a_k2_layer_at_real_widths():
-    """Bytes a token in bf16; the prototype measured 380, 245 and 154 KB."""
+    """Compares bytes per token in bf16; the prototype measured 380, 245 and 154 KB."""
     found = {}
     for name, settings in {
         "none": ["train.recompute=[]", "train.fp8_storage=false"],
@@ -89,7 +89,7 @@ def test_a_run_over_the_limit_is_refused_before_data_are_opened():
     told = str(error.value)
     for part in (f"rank {most.rank} ", "train.memory_limit_gib=", f"{enough.setting} alone"):
         assert part in told
-    check_memory_limit(limited(most.peak / GIB))  # exactly
+    check_memory_limit(limited(most.peak / GIB))  # fits exactly
     with pytest.raises(ConfigError):
         check_memory_limit(limited((most.peak - 1) / GIB))
     with pytest.raises(ConfigError, match="no single switch suffices; "):
@@ -97,7 +97,7 @@ def test_a_run_over_the_limit_is_refused_before_data_are_opened():
 
 
 def test_phases_follow_each_other():
-    """The fullest phase counts, and what is kept from one to the next is in all between."""
+    """The fullest phase counts; data kept from one phase for a later one counts in all between."""
     (plain,) = {stage.fullest_phase for stage in plan_memory(limited(100.0)).stages}
     assert plain == "backbone"
     tight = ("dep.exchange_budget_mib=1", "data.vision_token_ratio=0.9")
@@ -110,13 +110,13 @@ def test_phases_follow_each_other():
         assert found.peak == found.lasting + found.phases[phase]
         assert found.phases[phase] == max(found.phases.values()) < sum(found.phases.values())
     first, last = plan_memory(load_config("tiny_cpu", [*SMALL, *tight])).stages
-    arrived = 0.9 * 4 * 128 * 64 * 4 / 2  # of a step's tokens, at each of two replicas, float32
+    arrived = 0.9 * 4 * 128 * 64 * 4 / 2  # tokens of a step, at each of two replicas, float32
     assert first.exchange - last.exchange == pytest.approx(arrived, rel=0.01)
     kept = ("dep.keep_activations=auto", "dep.memory_limit_gib=0.5")
     before = plan_memory(limited(100.0)).fullest
     after = plan_memory(limited(100.0, *kept)).fullest
     assert after.phases["backbone"] == before.phases["backbone"] + GIB // 2
-    assert after.encoder == GIB // 2  # those that are kept and the largest chunk together
+    assert after.encoder == GIB // 2  # the kept ones and the largest chunk together
 
 
 def test_in_bubbles_an_item_is_encoded_beside_the_microbatches_that_wait():
@@ -126,8 +126,8 @@ def test_in_bubbles_an_item_is_encoded_beside_the_microbatches_that_wait():
         config = load_config("tiny_cpu", [*SMALL, "dep.max_patches_per_chunk=65536", *settings])
         plans[settings] = plan_memory(config).stages[0], config
     (plain, _), (bubbles, config), (alone, _) = plans.values()
-    # One block of it at a time, beside what all blocks of a rank's media begin with: of four frames
-    # at the most each token is.
+    # One block runs at a time, next to the inputs of all blocks of a rank's media; each token is of
+    # at most four frames.
     vision = config.model.vision
     grid = (1, 2, most_patches(config.data.limits) // 2)
     (item,) = activation_bytes([grid], vision.replace(depth=1), 4)
@@ -140,15 +140,16 @@ def test_in_bubbles_an_item_is_encoded_beside_the_microbatches_that_wait():
 
 
 def test_a_frozen_part_keeps_what_gradients_pass_through():
-    """A frozen tower hands a trained projector its patches; of a frozen language model's products
-    no input is kept.
+    """A frozen tower passes its patches to a trained projector.
+
+    Products of a frozen language model keep no input.
     """
     plans = {}
     for name in ("", "vision_tower", "language_model", "vision_tower, projector"):
         changes = ["data.vision_token_ratio=0.5", f"train.frozen=[{name}]"]
         plans[name] = plan_memory(load_config("projector_kimi_k25", changes)).stages[0]
     whole, tower = plans[""], plans["vision_tower"]
-    patches = 1024 * 4096 // 2 // 256 * 4  # of a step's, on each rank
+    patches = 1024 * 4096 // 2 // 256 * 4  # of a step's patches, on each rank
     assert tower.waiting == patches * 1152 * 2
     assert tower.encoder < whole.encoder / 10
     assert plans["vision_tower, projector"].waiting == whole.waiting == 0
@@ -162,12 +163,12 @@ def test_the_larger_of_media_and_texts_counts():
         plan_memory(load_config("captions_moonlight", more)).stages[0].encoder
         for more in ([], [asked % 64], [asked % 2048])
     )
-    assert 1 < few / one < 1.05  # the pooling head's share
+    assert 1 < few / one < 1.05  # the share of the pooling head
     assert many > 2 * one
 
 
 def test_every_switch_of_the_plan_is_one_that_can_be_set():
-    """With the setting applied the plan says what the switch promised."""
+    """With the setting applied, the plan has the peak that the switch promised."""
     config = limited(100.0)
     plan = plan_memory(config)
     assert len(plan.switches) >= 2
@@ -215,7 +216,7 @@ SIZES = [
 
 @pytest.mark.parametrize("limits", SIZES)
 def test_no_medium_is_padded_to_more_than_the_bound(limits):
-    """Sizes of all shapes, and the whole numbers of patches that a limit cuts closest."""
+    """Covers sizes of all shapes and the patch counts closest to a limit."""
     rng = np.random.default_rng(2)
     whole = np.stack(np.meshgrid(np.arange(1, 1500), np.arange(1, 150)), -1).reshape(-1, 2)
     sizes = np.concatenate(
@@ -242,7 +243,7 @@ def test_a_smaller_chunk_still_holds_any_medium():
 
 
 def test_a_shared_row_leaves_nothing_that_grows_with_it():
-    """With `mla_up`; without it the gathered latents, 2,304 bytes a token of the row."""
+    """Holds with `mla_up`; without it the gathered latents take 2,304 bytes a token of the row."""
     found = {}
     for settings in ([], ["train.recompute=[norms, swiglu]"]):
         sizes = []
@@ -255,8 +256,9 @@ def test_a_shared_row_leaves_nothing_that_grows_with_it():
 
 
 def elements_of(config, stage):
-    """Numbers of a rank's own parameters, and of whole tensors beside slices; the encoder's: all of
-    them, and the trained ones. Name by name.
+    """Count a rank's elements by name: its own parameters and whole tensors next to slices.
+
+    For the encoder, count all elements and the trained ones.
     """
     layout, frozen = config.layout, config.train.frozen
     cut = ("embed_tokens", "lm_head", "q_proj", "q_b_proj", "kv_b_proj", "o_proj", "gate_proj",
@@ -319,7 +321,7 @@ def test_weights_and_gradients_are_counted_name_by_name(settings):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_what_the_loss_makes_and_drops(dtype):
-    """Logits in the model's type, and their gradient in both types."""
+    """Counts the logits in the model's type and their gradient in both types."""
     config = load_config(
         "tiny_cpu", [*SMALL, f"train.dtype={dtype}", "model.language.vocab_size=65536"]
     )
@@ -329,7 +331,7 @@ def test_what_the_loss_makes_and_drops(dtype):
 
 
 def test_media_of_a_step_are_spread_over_the_ranks():
-    """What is encoded waits on every rank, what is received on first stages, with gradients."""
+    """Encoded embeddings wait on every rank, received ones with gradients on first stages."""
     config = load_config("tiny_cpu", [*SMALL, "data.vision_token_ratio=0.3"])
     tokens = int(0.3 * 4 * 128)
     assert (config.layout.world_size(), config.layout.pp) == (4, 2)
@@ -349,7 +351,7 @@ def test_media_of_a_step_are_spread_over_the_ranks():
     ],
 )  # fmt: skip
 def test_what_exists_of_a_shared_row_for_a_moment(dtype, attention, wide):
-    """Of four heads at a time; `wide` is a gradient, as a sum and cast where one adds it up."""
+    """Counts four heads at a time; `wide` is the bytes of a gradient and of its sum, if any."""
     config = load_config(
         "tiny_cpu",
         [*SMALL, "layout.cp=2", "layout.dp=1", "model.language.num_heads=6", f"train.dtype={dtype}",
@@ -361,7 +363,7 @@ def test_what_exists_of_a_shared_row_for_a_moment(dtype, attention, wide):
     keys_and_values = 4 * (nope + rope + value) * item
     gradients = 4 * (nope + rope + value) * wide
     latents = (latent + rope) * max(4, item)
-    if dtype == "bfloat16":  # those of a few heads: a copy, its gradient, and that in the sum
+    if dtype == "bfloat16":  # of a few heads: a copy, its gradient, and the gradient in the sum
         latents += (latent + rope) * (2 + 2 + 4)
     assert row_bytes(config) == tokens * (projected + keys_and_values + gradients + latents)
     layout = config.layout.replace(cp=1, ep=1)

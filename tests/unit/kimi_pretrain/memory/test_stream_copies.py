@@ -1,7 +1,7 @@
-"""Races of `StreamCopies`, each made wide by a stream that sleeps: a missing wait shows as values.
+"""Tests races of `StreamCopies`; a sleeping stream widens each, so a missing wait changes values.
 
-A stream that sleeps is behind all others by a fraction of a second, in which whatever does not
-wait for it reads or overwrites what it has not copied yet.
+A sleeping stream lags behind all others by a fraction of a second. Code that does not wait for it
+reads or overwrites data that the stream has not copied yet.
 """
 
 import pytest
@@ -31,7 +31,7 @@ def full(value):
 
 
 def let_go(memory):
-    """Open two groups: what was saved before them leaves the device."""
+    """Open two groups, so that tensors saved before them leave the device."""
     memory.open_group()
     memory.open_group()
 
@@ -60,7 +60,7 @@ def test_memory_that_is_let_go_is_not_reused_before_it_is_copied(memory):
     let_go(memory)
     del x
     other = full(8)
-    assert other.data_ptr() == place  # else nothing is tested
+    assert other.data_ptr() == place  # otherwise the test shows nothing
     assert (saved.give() == 7).all()
 
 
@@ -80,12 +80,12 @@ def test_a_copy_back_waits_for_the_copy_to_the_host(memory):
     saved = memory.keep(x)
     let_go(memory)
     del x
-    saved.copy.load()  # ahead, as a guess does
+    saved.copy.load()  # ahead of time, as a guess does
     assert (saved.give() == 7).all()
 
 
 def test_memory_brought_back_is_not_reused_while_it_is_read(memory):
-    """It belongs to the copying stream, which would hand it to the next copy back."""
+    """The memory belongs to the copying stream, which would reuse it for the next copy back."""
     first, second = full(7), full(8)
     saved, other = memory.keep(first), memory.keep(second)
     let_go(memory)
@@ -100,7 +100,7 @@ def test_memory_brought_back_is_not_reused_while_it_is_read(memory):
 
 
 def test_a_slab_is_not_written_to_while_it_is_read(memory):
-    """By another stream than the one that saves, as in the combined schedule."""
+    """The reading stream is not the saving stream, as in the combined schedule."""
     side = torch.cuda.Stream()
     x = full(7)
     saved = memory.keep(x)
@@ -113,7 +113,7 @@ def test_a_slab_is_not_written_to_while_it_is_read(memory):
     slabs = memory.pool.slabs
     del saved
     later = memory.keep(full(8))
-    assert memory.pool.slabs == slabs  # the same slab, else nothing is tested
+    assert memory.pool.slabs == slabs  # the same slab; otherwise the test shows nothing
     side.synchronize()
     assert (read == 7).all()
     assert (later.give() == 8).all()
@@ -121,7 +121,7 @@ def test_a_slab_is_not_written_to_while_it_is_read(memory):
 
 @pytest.mark.parametrize("asleep_at", ["_outward", "_inward"])
 def test_a_whole_step_with_a_stream_that_is_late(asleep_at):
-    """Bits of a stack of layers, with one of the copying streams asleep at its beginning."""
+    """Compares the bits of a stack of layers while a copying stream sleeps at the start."""
     from tests.unit.kimi_pretrain.memory.test_host_memory import SCHEDULES, Stack, policy, step
     from tests.unit.kimi_pretrain.memory.test_saved import assert_same_bits
 

@@ -1,4 +1,4 @@
-"""Toy tensors under checkpoint names, and what other people's optimizers make of them."""
+"""Toy tensors under checkpoint names, and reference results of other optimizers for them."""
 
 from fnmatch import fnmatch
 
@@ -21,7 +21,7 @@ MLP = "language_model.model.layers.1.mlp."
 BLOCK = "vision_tower.encoder.blocks.0."
 NORM = "language_model.model.norm.weight"
 
-# name -> shape, and the row lists of the matrices that Kimi orthogonalises by themselves
+# name -> shape, and the row lists of the matrices that Kimi orthogonalises separately
 MATRICES: dict[str, tuple[tuple[int, ...], list[list[int]]]] = {
     ATTENTION + "o_proj.weight": ((10, 16), [list(range(10))]),
     ATTENTION + "q_a_proj.weight": ((16, 10), [list(range(16))]),
@@ -53,7 +53,7 @@ ADAMW: dict[str, tuple[int, ...]] = {
     "vision_tower.patch_embed.pos_emb.weight": (3, 3, 4),
     "mm_projector.proj.0.bias": (7,),
 }
-# The row lists above, as rules of the public optimizer.
+# The row lists above as rules of the public optimizer.
 RULES = {
     ATTENTION + "q_b_proj.weight": Split(rows=(4, 2), blocks=3),
     ATTENTION + "kv_a*": Split(rows=(6, 2)),
@@ -77,9 +77,9 @@ def lr_at(step: int) -> float:
 
 
 class Fp32Gradient(Tensor):
-    """A gradient that stays in fp32 where torch.optim.Muon would round it to bf16.
+    """Gradient that stays in fp32 where torch.optim.Muon would round it to bf16.
 
-    Only this gradient: the rest of torch's optimizer, and all of ours, runs as it is.
+    The rest of torch's optimizer and all of ours run unchanged.
     """
 
     def bfloat16(self, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
@@ -87,12 +87,12 @@ class Fp32Gradient(Tensor):
 
 
 def sharded(named, config: OptimConfig, shape: ModelShape) -> DistributedMuonClip:
-    """The training's optimizer, in one process."""
+    """Return the training's optimizer in one process."""
     return DistributedMuonClip(named, {"dense": None}, config, shape)
 
 
 class Public:
-    """`MuonClip` with the matrices of `MATRICES` as rules, stepped as the other two are."""
+    """`MuonClip` with the matrices of `MATRICES` as rules, stepped like the other two."""
 
     def __init__(self, named, config: OptimConfig, shape: ModelShape):
         self.named, self.params = named, {t.name: torch.nn.Parameter(t.data) for t in named}
@@ -117,7 +117,7 @@ def train(
     dtype: torch.dtype = torch.float32,
     optimizer_of=PlainMuon,
 ) -> dict[str, Tensor]:
-    """Weights after some steps of our optimizer on random gradients."""
+    """Return the weights after some steps of our optimizer on random gradients."""
     weights = {name: draw(shape, name).to(dtype) for name, shape in shapes.items()}
     grads: dict[str, Tensor] = {}
     named = [NamedTensor(n, w, lambda n=n: grads[n], "dense") for n, w in weights.items()]
@@ -135,7 +135,7 @@ def torch_muon(
     lr_scale: float = 1.0,
     **settings: float,
 ) -> Tensor:
-    """torch.optim.Muon with one parameter per hand-cut matrix, put together again."""
+    """Train with torch.optim.Muon, one parameter per hand-cut matrix; return the joined weight."""
     shape, row_lists = MATRICES[name]
     weight = draw(shape, name).flatten(1)
     parameters = [torch.nn.Parameter(weight[rows].clone()) for rows in row_lists]
@@ -159,7 +159,7 @@ def torch_adamw(
     weight_decay: float = 0.1,
     steps: int = STEPS,
 ) -> Tensor:
-    """torch.optim.AdamW on one whole tensor."""
+    """Train one whole tensor with torch.optim.AdamW; return the weight."""
     parameter = torch.nn.Parameter(draw(SHAPES[name], name).to(dtype))
     optimizer = torch.optim.AdamW(
         [parameter], lr=1.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=weight_decay
@@ -172,14 +172,14 @@ def torch_adamw(
 
 
 def polynomial(values: Tensor, steps: int = 5) -> Tensor:
-    """What five Newton-Schulz steps make of singular values, one by one."""
+    """Return what Newton-Schulz steps make of each singular value."""
     for _ in range(steps):
         values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
     return values
 
 
 def clip_by_hand(query: Tensor, kv_b: Tensor, gamma: Tensor, shape: ModelShape) -> None:
-    """QK-Clip of one layer in place, head by head: roots for content, gamma for rotary rows."""
+    """Apply QK-Clip to a layer in place: roots for content rows, gamma for rotary rows."""
     nope, query_rows = shape.qk_nope_dim, shape.qk_nope_dim + shape.qk_rope_dim
     for head in range(shape.num_heads):
         own = gamma[head, None]
@@ -190,7 +190,7 @@ def clip_by_hand(query: Tensor, kv_b: Tensor, gamma: Tensor, shape: ModelShape) 
 
 
 def svd_muon(name: str, steps: int = STEPS, nesterov: bool = True) -> Tensor:
-    """Muon in fp64 by singular value decomposition: no matrix iteration, no code of ours."""
+    """Run Muon in fp64 by singular value decomposition, without matrix iterations or our code."""
     shape, row_lists = MATRICES[name]
     weight = draw(shape, name).flatten(1).double()
     momentum = torch.zeros_like(weight)

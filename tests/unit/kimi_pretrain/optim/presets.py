@@ -1,4 +1,4 @@
-"""The tensors of the shipped models by arithmetic, without Megatron-Core: sizes for tests."""
+"""Tensors of the shipped models, computed from sizes without Megatron-Core."""
 
 import torch
 
@@ -16,7 +16,7 @@ def preset(name: str) -> tuple[Config, ModelShape]:
 
 
 def dense(config: Config, layers: range) -> list[TensorSize]:
-    """What every rank of a stage with these layers holds, the tables of words left out."""
+    """Return the tensors on each rank of a stage with these layers, without vocabulary tables."""
     return [
         TensorSize(f"language_model.model.layers.{layer}.{name}.weight", shape, 2)
         for layer in layers
@@ -25,7 +25,7 @@ def dense(config: Config, layers: range) -> list[TensorSize]:
 
 
 def experts(config: Config, layers: range, some: range) -> list[TensorSize]:
-    """What a rank with these experts of these layers holds."""
+    """Return the tensors of a rank with these experts of these layers."""
     language = config.model.language
     width, hidden = language.expert_ffn_size, language.hidden_size
     return [

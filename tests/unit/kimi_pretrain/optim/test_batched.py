@@ -1,4 +1,4 @@
-"""Newton-Schulz over the pieces of many matrices against each piece by itself."""
+"""Compares Newton-Schulz over batches of matrix pieces with each piece alone."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def matrices() -> list[Tensor]:
 @pytest.mark.parametrize("limit", [1, 800, 2**18])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.05)])
 def test_each_piece_is_orthogonalised_by_itself(monkeypatch, limit, dtype, tolerance):
-    """Alone, two by two (360 elements each), and all equal shapes at once."""
+    """Covers batches of one piece, of two (360 elements each), and of all pieces of a shape."""
     monkeypatch.setattr(batched, "CPU_BATCH", limit)
     found = matrices()
     orthogonalise_pieces_(found, RULES, config(dtype))

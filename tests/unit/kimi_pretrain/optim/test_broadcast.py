@@ -1,4 +1,4 @@
-"""How updated weights are cut into what travels together: a limit of its own for each group."""
+"""Tests how updated weights are cut into broadcast buckets with a limit for each group."""
 
 import random
 
@@ -36,5 +36,5 @@ def test_buckets_keep_the_bound_of_their_group(limits):
     assert sorted(sent) == sorted(owners)
     for (group, _), buckets in lanes.items():
         assert all(sum(sizes) <= limits[group] or len(sizes) == 1 for sizes in buckets)
-        for sizes, following in zip(buckets, buckets[1:]):  # none could have been longer
+        for sizes, following in zip(buckets, buckets[1:]):  # no bucket could have been longer
             assert sum(sizes) + following[0] > limits[group]

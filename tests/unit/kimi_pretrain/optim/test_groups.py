@@ -1,4 +1,4 @@
-"""Rules by name, parameter groups, and pieces by brute-force row lists."""
+"""Tests rules by name, parameter groups, and pieces against brute-force row lists."""
 
 import re
 
@@ -15,7 +15,7 @@ LAYER = "language_model.model.layers.7."
 ATTENTION = LAYER + "self_attn."
 TOWER = "vision_tower."
 BLOCK = "vision_tower.encoder.blocks.26."
-# name -> shape, parameter group, pieces of Muon (none: AdamW)
+# name -> shape, parameter group, pieces of Muon (empty: AdamW)
 K25_TENSORS = {
     "language_model.model.embed_tokens.weight": ((163840, 7168), "embedding", []),
     "language_model.lm_head.weight": ((163840, 7168), "head", []),
@@ -77,7 +77,7 @@ def test_every_group_has_tensors_and_every_rule_one_group():
 
 
 def rows_of(part: str) -> list[int]:
-    """Rows of a piece for SMALL, row by row from the checkpoint's layout."""
+    """Return the rows of a piece for SMALL, row by row from the checkpoint's layout."""
     heads, nope, rope, v = 3, 4, 2, 5
     return {
         "q_nope": [h * (nope + rope) + r for h in range(heads) for r in range(nope)],

@@ -1,4 +1,4 @@
-"""The three optimizers against torch.optim.Muon and AdamW, an fp64 SVD, and planted matrices."""
+"""Compares three optimizers with torch.optim.Muon and AdamW, an fp64 SVD, and planted matrices."""
 
 import pytest
 import torch
@@ -25,13 +25,13 @@ from tests.unit.kimi_pretrain.optim.oracles import (
     train,
 )
 
-# Where only rounding is between ours and an oracle in fp32, as a part of how far weights moved.
+# Largest distance from an fp32 oracle when only rounding differs, relative to the weight's change.
 FP32 = 3e-5
 PLAIN_MOMENTUM = CONFIG.replace(nesterov=False)
 
 
 def distance(found: Tensor, expected: Tensor, name: str) -> float:
-    """How far two results are from each other, as a part of how far the weight moved."""
+    """Return the distance of two results, relative to the change of the weight."""
     moved = (expected - draw(SHAPES[name], name)).norm()
     return float((found - expected).norm() / moved)
 
@@ -39,9 +39,9 @@ def distance(found: Tensor, expected: Tensor, name: str) -> float:
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_muon_in_fp32_equals_torch(nesterov, kind):
-    """torch keeps the mean of gradients where Kimi keeps the sum: a factor, which the norm drops.
+    """torch keeps the mean of gradients and Kimi the sum; the norm cancels this factor.
 
-    All tensors go through one optimizer here, so that equal shapes share a batch.
+    All tensors go through one optimizer, so that equal shapes share a batch.
     """
     config = CONFIG if nesterov else PLAIN_MOMENTUM
     shapes = {name: SHAPES[name] for name in MATRICES}
@@ -75,10 +75,11 @@ def orthogonal(rows: int, columns: int, *key: object) -> Tensor:
 
 @pytest.mark.parametrize("name", sorted(MATRICES))
 def test_each_piece_of_a_fused_matrix_is_orthogonalised_by_itself(name):
-    """Pieces that are orthogonal already, at very unlike sizes: the update has all at one size.
+    """The pieces are already orthogonal and differ widely in size; the update has them at one size.
 
-    There the iteration has converged in direction, and its factor is known: every singular value is
-    1 / sqrt(rank) after the division by the norm. One step from zero weights shows the update.
+    For such pieces the iteration has converged in direction and its factor is known: every singular
+    value is 1 / sqrt(rank) after the division by the norm. One step from zero weights shows the
+    update.
     """
     shape, row_lists = MATRICES[name]
     grad = torch.zeros(shape).flatten(1)
@@ -94,7 +95,7 @@ def test_each_piece_of_a_fused_matrix_is_orthogonalised_by_itself(name):
 
 
 def test_views_into_one_weight_are_matrices_of_their_own():
-    """An engine's fused gate|up and its stack of experts, handed over as views."""
+    """An engine passes its fused gate|up and its stack of experts as views."""
     fused, stack = draw((12, 9), "fused"), draw((2, 6, 9), "stack")
     views = {
         MLP + "gate_proj.weight": fused[:6],

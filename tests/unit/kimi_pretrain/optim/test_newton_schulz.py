@@ -1,4 +1,4 @@
-"""Newton-Schulz against the polynomial applied to singular values in fp64, SVD and torch's own."""
+"""Compares Newton-Schulz with an fp64 polynomial of singular values, the SVD, and torch."""
 
 import math
 
@@ -21,13 +21,13 @@ from kimi_pretrain.optim.newton_schulz import (
     update_scale,
 )
 
-# Square, wide, tall; the direct form where near square, else two segments (`everything_small`).
+# Square, wide, tall; the direct form if nearly square, else two segments (`everything_small`).
 SHAPES = [(8, 8), (8, 40), (40, 8), (1, 16), (33, 65), (65, 33), (40, 44)]
 
 
 @pytest.fixture(params=["as it is", "everything small"])
 def sizes(request, monkeypatch):
-    """The limits as they are, and so low that small matrices run in strips and the Gram form."""
+    """Return which limits apply: the real ones, or low ones for strips and the Gram form."""
     if request.param == "everything small":
         monkeypatch.setattr(newton_schulz, "STRIP_ROWS", 4)
         monkeypatch.setattr(newton_schulz, "GRAM_ROWS", 1)
@@ -37,7 +37,7 @@ def sizes(request, monkeypatch):
 
 
 def direct(x: Tensor, steps: int = 5) -> Tensor:
-    """U p(p(...p(s / |s|))) V^T: the same map, without a single matrix iteration."""
+    """Return U p(p(...p(s / |s|))) V^T, the same map without matrix iterations."""
     u, s, vt = torch.linalg.svd(x.double(), full_matrices=False)
     s = s / (s.square().sum().sqrt() + 1e-7)
     for _ in range(steps):
@@ -73,7 +73,7 @@ def test_any_number_of_steps(sizes, steps, shape):
 
 @pytest.mark.parametrize("shape", [(16, 20), (16, 64), (64, 16)])
 def test_converging_coefficients_give_the_orthogonal_factor_of_the_svd(sizes, shape, monkeypatch):
-    """30 steps of the convergent quintic (15, -10, 3) / 8: U V^T to fp64, in either form."""
+    """After 30 steps of the convergent quintic (15, -10, 3) / 8, both forms equal U V^T to fp64."""
     monkeypatch.setattr(newton_schulz, "COEFFICIENTS", (15 / 8, -10 / 8, 3 / 8))
     x = matrix(shape)
     u, _, vt = torch.linalg.svd(x, full_matrices=False)
@@ -85,7 +85,7 @@ SLOW_SHAPE = pytest.param((520, 1100), marks=pytest.mark.slow)
 
 @pytest.mark.parametrize("shape", [(520, 700), SLOW_SHAPE, (1100, 520)])
 def test_large_matrices_equal_torch_and_the_reference(shape):
-    """The limits as they are: strips, and the Gram form for the oblong ones."""
+    """Uses the real limits, so matrices run in strips and oblong ones in the Gram form."""
     x = matrix(shape).float()
     assert (segments(*shape, 5) == (3, 2)) == (1100 in shape)
     expected = orthogonalise_reference(x, 5, torch.float32).double()
@@ -153,7 +153,7 @@ def test_the_form_is_chosen_by_count():
 
 
 def direct_flops(rows: int, columns: int) -> int:
-    """One step of full products: the Gram matrix, its square, and the product with X."""
+    """Return the FLOPs of one step of full products: X X^T, its square, and the product with X."""
     short, long = sorted((rows, columns))
     return 4 * short**2 * long + 2 * short**3
 
@@ -161,14 +161,14 @@ def direct_flops(rows: int, columns: int) -> int:
 @pytest.mark.parametrize("shape", [(16, 17), (16, 60), (60, 16), (4, 9), (37, 90)])
 @pytest.mark.parametrize("steps", [1, 5])
 def test_flops_are_those_that_run(sizes, shape, steps):
-    """Counted by torch itself, from the products that were called."""
+    """Torch counts the products that were called."""
     with FlopCounterMode(display=False) as counter:
         orthogonalise(matrix(shape), steps, torch.float32)
     assert counter.get_total_flops() == flops(*shape, steps)
 
 
 def test_flops_by_hand():
-    # 2x3: gram 2*2*2*3, its square 2*2*2*2, the product 2*2*2*3; one step.
+    # 2x3: Gram matrix 2*2*2*3, its square 2*2*2*2, the product 2*2*2*3; one step.
     assert flops(2, 3, 1) == 24 + 16 + 24 == flops(3, 2, 1)
     assert flops(2, 3, 5) == 5 * 64
     # As quoted in docs/MUONCLIP.md.
@@ -197,7 +197,7 @@ def test_orthogonality_error_of_known_matrices(sizes, shape):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_orthogonality_error_is_summed_in_a_wide_type(dtype):
-    """Of a Gram matrix with many entries: sums in bfloat16 would be percents off."""
+    """The Gram matrix has many entries, so sums in bfloat16 would be several percent off."""
     x = (matrix((96, 200)) / 15).to(dtype)
     found, gram = newton_schulz.orthogonality_error(x), newton_schulz._gram(x)
     assert found.dtype == torch.promote_types(dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""The public optimizer's state, its rules and QK-Clip, in one process; test_muon.py trains it."""
+"""Tests the public optimizer's state, rules and QK-Clip in one process; test_muon.py trains it."""
 
 import copy
 import math
@@ -18,7 +18,7 @@ from tests.unit.kimi_pretrain.optim.oracles import clip_by_hand, draw
 
 
 def test_a_stack_of_fused_experts_equals_its_matrices():
-    """[experts, gate rows and up rows, columns], against one parameter for each matrix."""
+    """Compares a stack [experts, gate rows and up rows, columns] with one parameter per matrix."""
     stack = nn.Parameter(draw((3, 10, 8), "stack"))
     alone = [nn.Parameter(stack.detach()[e, r : r + 5].clone()) for e in range(3) for r in (0, 5)]
     rule = {"*": Split(rows=(5, 5), stacked=True)}
@@ -39,7 +39,7 @@ def test_a_stack_of_fused_experts_equals_its_matrices():
 
 
 class Run:
-    """A small model, its optimizer and schedule; one step for `next`."""
+    """Small model with its optimizer and schedule; `next` runs one step."""
 
     def __init__(self, dtype=torch.float32, **settings):
         torch.manual_seed(0)
@@ -98,7 +98,7 @@ def test_the_state_dict_is_torch_s(tmp_path):
 
 
 def test_schedules_and_groups_are_torch_s():
-    """The rates that a scheduler writes into groups, set by hand in another optimizer."""
+    """Compares with rates set by hand, as a scheduler writes them into groups."""
     scheduled, by_hand = Run(), Run()
     by_hand.schedule.step = lambda: None
     for step in range(4):
@@ -125,7 +125,7 @@ def test_momentum_and_betas_may_be_scheduled():
 
 
 def test_a_parameter_without_gradient_is_left_alone_and_counts_its_own_steps():
-    """AdamW corrects the bias of its averages by the parameter's own number of updates."""
+    """AdamW corrects the bias of its averages by the number of updates of each parameter."""
     mine, theirs = (nn.Parameter(draw((7,), "w")) for _ in range(2))
     other = nn.Parameter(draw((4, 4), "other"))
     optimizer = MuonClip([("w", mine), ("other", other)], lr=0.1, rules={"*": "muon"})
@@ -191,7 +191,10 @@ HEADS, WIDTH, IN, TOKENS = 3, 4, 6, 9
 
 
 def logits(query: Tensor, key: Tensor) -> Tensor:
-    """[heads, tokens, tokens] of rows [heads * WIDTH, IN]; one key head serves all if alone."""
+    """Return logits [heads, tokens, tokens] of weights [heads * WIDTH, IN].
+
+    A single key head serves all query heads.
+    """
     x = draw((TOKENS, IN), "x").to(query.dtype)
     q = (x @ query.T).view(TOKENS, -1, WIDTH).movedim(1, 0)
     k = (x @ key.T).view(TOKENS, -1, WIDTH).movedim(1, 0)
@@ -199,7 +202,7 @@ def logits(query: Tensor, key: Tensor) -> Tensor:
 
 
 def clipped(params: dict[str, nn.Parameter], heads: AttentionHeads, old: Tensor, tau: float):
-    """Clip one layer after a step that moves nothing; the number of heads, and gamma."""
+    """Clip one layer after a step without change; return the number of clipped heads, and gamma."""
     rules = {"*": "muon"}
     optimizer = MuonClip(
         params.items(), 0.0, rules, weight_decay=0.0, attention=[heads], qk_clip_threshold=tau

@@ -1,4 +1,4 @@
-"""Owners against exhaustive search, a plain longest-first rule, and bounds that nothing beats."""
+"""Compares the choice of owners with exhaustive search, plain longest-first, and lower bounds."""
 
 import itertools
 import random
@@ -39,7 +39,7 @@ def norm(layer: int, width: int) -> TensorSize:
 
 
 def longest_first(costs: dict[str, int], loads: list[int]) -> list[int]:
-    """The rule in its plainest form; returns the loads it ends with."""
+    """Return the loads after plain longest-first assignment."""
     loads = list(loads)
     for cost in sorted(costs.values(), reverse=True):
         loads[loads.index(min(loads))] += cost
@@ -84,7 +84,7 @@ def test_never_worse_than_longest_first_and_within_its_bound(rows, loads):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_close_to_the_best_of_all_divisions(seed):
-    """Graham: longest-first is at most 4/3 - 1/(3 m) of the best; swaps bring it closer."""
+    """Graham: longest-first is at most 4/3 - 1/(3 m) times the best; swaps bring it closer."""
     draw = random.Random(seed)
     tensors = [matrix(i, draw.randint(1, 40), 40) for i in range(7)]
     costs = [flops(*tensor.shape, 5) for tensor in tensors]
@@ -98,7 +98,7 @@ def test_close_to_the_best_of_all_divisions(seed):
 
 
 def test_swaps_find_what_longest_first_misses():
-    """3, 3, 2, 2, 2 on two members: longest-first ends with 7 and 5, the best is 6 and 6."""
+    """For 3, 3, 2, 2, 2 on two members, longest-first gives 7 and 5; the best is 6 and 6."""
     tensors = [norm(i, width) for i, width in enumerate((300, 300, 200, 200, 200))]
     owners = choose_owners(tensors, [OwnerLoad(), OwnerLoad()], SMALL, CONFIG)
     assert [load.state_bytes for load in loads_after(tensors, owners, [OwnerLoad()] * 2)] == [
@@ -128,7 +128,7 @@ def test_adamw_tensors_go_where_the_least_state_lies():
     tensors = [heavy, *(norm(i, 64) for i in range(6))]
     owners = choose_owners(tensors, [OwnerLoad(), OwnerLoad()], SMALL, CONFIG)
     assert {owners[t.name] for t in tensors[1:]} == {1 - owners[heavy.name]}
-    # Loads from groups before count too: one member has more than all of this.
+    # Loads of earlier groups count, too: one member has more than all of these tensors.
     owners = choose_owners(tensors, [OwnerLoad(0, 10**6), OwnerLoad(10**9, 0)], SMALL, CONFIG)
     assert owners == {tensor.name: 1 for tensor in tensors[1:]} | {heavy.name: 0}
 
@@ -163,7 +163,7 @@ def test_a_tensor_without_a_rule_is_named():
     tensors = [matrix(0, 8), TensorSize(f"{LAYER}mlp.experts.1.extra.weight", (8, 8), 4)]
     with pytest.raises(ValueError, match=r"no rule for tensor '.*7\.mlp\.experts\.1\.extra"):
         choose_owners(tensors, [OwnerLoad()], SMALL, CONFIG)
-    # What a rule says of one tensor holds for others only where layers, blocks and experts differ.
+    # A rule for one tensor applies to others only if they differ in layer, block or expert alone.
     tensors = [TensorSize(f"mm_projector.proj.{i}.weight", (8, 8), 4) for i in (0, 2, 1)]
     with pytest.raises(ValueError, match=r"no rule for tensor 'mm_projector.proj.1.weight'"):
         choose_owners(tensors, [OwnerLoad()], SMALL, CONFIG)
@@ -172,7 +172,7 @@ def test_a_tensor_without_a_rule_is_named():
 
 
 def least_possible(costs: list[int], members: int) -> float:
-    """Of k * members + 1 jobs, some member has k + 1, at best the smallest of these."""
+    """Return a lower bound: of k * members + 1 jobs, some member has at least k + 1."""
     largest = sorted(costs, reverse=True)
     holes = [
         sum(largest[first - k : first + 1]) for k, first in enumerate(range(0, len(costs), members))
@@ -191,7 +191,7 @@ GROUPS = {
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("name", presets.PRESETS)
 def test_near_the_bound_on_the_shapes_of_the_presets(name, group, members):
-    """No division is below max(mean, largest tensor), nor below what pigeonholes leave."""
+    """No division beats max(mean, largest tensor) or the pigeonhole bound."""
     config, shape = presets.preset(name)
     tensors = GROUPS[group](config)
     owners = choose_owners(tensors, [OwnerLoad()] * members, shape, config.optim)

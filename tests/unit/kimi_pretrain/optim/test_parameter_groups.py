@@ -1,4 +1,4 @@
-"""Learning rate and decay of single groups, and AdamW on everything, against torch's optimizers."""
+"""Compares per-group rates and decay, and AdamW on all tensors, with torch's optimizers."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from tests.unit.kimi_pretrain.optim.oracles import (
     train,
 )
 
-# Every way to have a setting of one's own, over groups of both kinds.
+# Every kind of group setting, over groups of both kinds.
 SETTINGS = {
     "embedding": GroupConfig(lr_scale=0.0),
     "head": GroupConfig(weight_decay=0.0),
@@ -38,7 +38,7 @@ EVERYTHING_ADAMW = GROUPED.replace(matrices="adamw")
 
 
 def torch_settings(name: str) -> dict[str, float]:
-    """What a torch parameter group would say for a tensor."""
+    """Return the settings of a torch parameter group for a tensor."""
     own = SETTINGS.get(SHAPE.rule_of(name, SHAPES[name]).group, GroupConfig())
     decay = 0.1 if own.weight_decay is None else own.weight_decay
     return {"lr_scale": own.lr_scale, "weight_decay": decay}
@@ -95,7 +95,7 @@ def test_a_wrong_group_is_named(groups, told):
 
 
 class Run:
-    """A run on a schedule in tokens, with groups of their own."""
+    """Run on a schedule in tokens, with settings for single groups."""
 
     def __init__(self, matrices):
         segments = [

@@ -1,4 +1,4 @@
-"""QK-Clip on a 64-head toy MLA with K2's widths of a head: the logits themselves are the oracle."""
+"""Tests QK-Clip by the logits of a 64-head toy MLA with K2's head widths."""
 
 import math
 
@@ -16,12 +16,12 @@ HEADS, NOPE, ROPE, VALUE, LATENT = 64, 128, 64, 128, 16
 SHAPE = ModelShape(HEADS, NOPE, ROPE, VALUE, LATENT)
 THRESHOLD = 100.0
 TOKENS, HIDDEN, QUERY_LATENT = 10, 20, 12
-PLANTED = {3: 30.0, 17: -20.0, 63: 160.0}  # rows of these heads are so many times the others'
+PLANTED = {3: 30.0, 17: -20.0, 63: 160.0}  # factors by which the rows of these heads are scaled
 LAYER = "language_model.model.layers.0.self_attn."
 
 
 def rotate(x: Tensor) -> Tensor:
-    """RoPE on adjacent pairs of [tokens, ..., ROPE]; the token's number is its position."""
+    """Apply RoPE to adjacent pairs of [tokens, ..., ROPE]; the token's index is its position."""
     position = torch.arange(len(x), dtype=x.dtype).reshape(-1, *[1] * (x.ndim - 1))
     angle = position * 50_000.0 ** (-torch.arange(ROPE // 2, dtype=x.dtype) / (ROPE // 2))
     a, b = x[..., 0::2], x[..., 1::2]
@@ -34,7 +34,7 @@ def normalised(x: Tensor) -> Tensor:
 
 
 class Layer:
-    """One layer's weights in the checkpoint's layout; with or without a latent of the queries."""
+    """Weights of one layer in the checkpoint's layout, with or without a query latent."""
 
     def __init__(self, q_lora: bool, planted: dict[int, float], dtype: torch.dtype):
         generator = torch.Generator().manual_seed(0)
@@ -66,7 +66,7 @@ class Layer:
         self.optimizer().apply_qk_clip(self.q_name, self.kv_name, gamma, SHAPE)
 
     def logits(self, query: Tensor | None = None, kv_b: Tensor | None = None) -> Tensor:
-        """[heads, tokens, tokens] of the softmax's input, in fp64 from the weights as they are."""
+        """Return the softmax input [heads, tokens, tokens], in fp64 from the current weights."""
         query, kv_b = (
             own.double() if given is None else given.double()
             for own, given in ((self.query, query), (self.kv_b, kv_b))
@@ -81,7 +81,7 @@ class Layer:
 
 
 def maxima(logits: Tensor) -> Tensor:
-    """Largest of each head over the pairs that attention sees."""
+    """Return the largest logit of each head over the pairs that attention sees."""
     seen = torch.ones(TOKENS, TOKENS).tril().bool()
     return logits.masked_fill(~seen, -math.inf).amax(dim=(1, 2))
 
@@ -127,12 +127,12 @@ def test_values_and_unclipped_rows_keep_their_bits():
 
 @pytest.mark.parametrize("q_lora", [True, False])
 def test_bf16_copies_and_fp32_masters_are_clipped(q_lora):
-    """Through the optimizer, which holds both: the master's logits to fp32, the copy's to bf16."""
+    """The optimizer holds both: the master's logits are exact to fp32, the copy's to bf16."""
     layer = Layer(q_lora, PLANTED, torch.bfloat16)
     optimizer = layer.optimizer()
     state = optimizer.state_dict()
     masters = [state[f"optim.master.{name}"] for name in (layer.q_name, layer.kv_name)]
-    for master in masters:  # bits below bf16, as after steps of training
+    for master in masters:  # adds bits below bf16, as steps of training do
         noise = torch.rand(master.shape, generator=torch.Generator().manual_seed(1))
         master.mul_(1 + 1e-3 * (noise - 0.5))
     old = {"copy": layer.logits(), "master": layer.logits(*masters)}
@@ -156,7 +156,7 @@ def test_factors_by_hand():
 
 
 def test_one_head_over_while_another_is_negative():
-    """The case in which Megatron-LM#7517 makes NaN: a root of a negative ratio."""
+    """Megatron-LM#7517 makes NaN in this case, from the root of a negative ratio."""
     largest = torch.full((HEADS,), -7.0, dtype=torch.float64)
     largest[9] = 250.0
     assert (THRESHOLD / largest).clamp(max=1.0).pow(0.5).isnan().any()
@@ -173,10 +173,10 @@ def test_one_head_over_while_another_is_negative():
 @pytest.mark.parametrize("unhealthy", [-math.inf, math.inf, math.nan, 0.0, -0.0, -3e38])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_unhealthy_maxima_never_reach_the_weights(unhealthy, dtype):
-    """Rows masked whole, heads that saw no token, overflow: beside a head that is over."""
+    """Fully masked rows, heads without tokens and overflow occur next to a head over the limit."""
     layer = Layer(True, {}, dtype)
     largest = torch.full((HEADS,), unhealthy)
-    largest[[0, 40]] = torch.tensor([200.0, 3e38])  # the largest that fp32 holds, nearly
+    largest[[0, 40]] = torch.tensor([200.0, 3e38])  # nearly the largest fp32 number
     old_q, old_kv = layer.query.clone(), layer.kv_b.clone()
     (table,) = table_of_maxima({0: largest}, 1, HEADS)
     layer.clip(factors(table, THRESHOLD))

@@ -1,6 +1,6 @@
-"""How gradients are cut into what travels together: one order on all ranks, whoever owns what.
+"""Tests how gradients are cut into reduce buckets in one order on all ranks, whoever owns them.
 
-Their copies go as soon as a sum is complete.
+Copies of gradients are released as soon as a sum is complete.
 """
 
 import random
@@ -17,7 +17,7 @@ from kimi_pretrain.optim.replica_group import ReplicaGroup
 
 
 def tensors_of(slice_number: int) -> list[NamedTensor]:
-    """A stage in the order of its backward pass, with one of several slices of the experts."""
+    """Return a stage's tensors in backward order, with one of several slices of the experts."""
     found = []
     for layer in reversed(range(6)):
         for expert in range(4):
@@ -38,7 +38,7 @@ def test_segments_keep_the_order_and_the_bound(limit):
     assert [t.name for segment in segments for t in segment] == [t.name for t in tensors]
     sizes = [[t.data.numel() for t in segment] for segment in segments]
     assert all(sum(size) <= limit or len(size) == 1 for size in sizes)
-    for size, following in zip(sizes, sizes[1:]):  # none could have been longer
+    for size, following in zip(sizes, sizes[1:]):  # no segment could have been longer
         assert sum(size) + following[0] > limit
     assert cut_segments([], limit) == []
 
@@ -46,7 +46,7 @@ def test_segments_keep_the_order_and_the_bound(limit):
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("limit", [40, 100, 10**6])
 def test_ranks_with_other_experts_agree_on_what_they_share(limit, seed):
-    """Two slices of the experts have owners of their own; the dense tensors are common to both."""
+    """Two slices of the experts have their own owners and share the dense tensors."""
     draw = random.Random(seed)
     dense = {t.name: draw.randrange(4) for t in tensors_of(0) if t.replicas == "dense"}
     found = []
@@ -60,7 +60,7 @@ def test_ranks_with_other_experts_agree_on_what_they_share(limit, seed):
             assert {(owners[t.name], t.replicas) for t in bucket.tensors} == {
                 (bucket.owner, bucket.replicas)
             }
-        # All launches in one order of segment and group: nobody can wait in a circle.
+        # All ranks launch in one order of segment and group, so no deadlock is possible.
         order = [(k, bucket.replicas) for k, bucket in buckets]
         assert order == sorted(order)
         found.append([(k, b.owner, [t.name for t in b.tensors])
@@ -77,7 +77,7 @@ def test_without_owners_a_segment_is_one_bucket_a_group():
 
 
 class Sum:
-    """A sum with a rank that has the same gradients; it is complete when the test says so."""
+    """Sum with a rank that has the same gradients; it completes when the test says so."""
 
     def __init__(self, flat: Tensor):
         self.flat = weakref.ref(flat)
@@ -91,11 +91,11 @@ class Sum:
         return self.complete
 
     def wait(self) -> None:
-        assert self.complete  # or it would wait inside the backward pass
+        assert self.complete  # otherwise it would block the backward pass
 
 
 def test_copies_go_during_the_backward_pass_once_their_sums_are_complete(monkeypatch):
-    """Four segments of two tensors that lie apart, so that each segment is summed in a copy."""
+    """Four segments of two separate tensors each, so that every segment is summed in a copy."""
     sums: list[Sum] = []
 
     def reduce(flat: Tensor, *args, **options) -> Sum:

@@ -1,4 +1,4 @@
-"""The schedule against numbers by hand, against a walk token by token, and what is refused."""
+"""Compares the schedule with numbers by hand and a walk token by token, and tests refusals."""
 
 import math
 import random
@@ -15,7 +15,7 @@ from kimi_pretrain.optim.schedule import describe_schedule, learning_rate, total
 CONFIG = OptimConfig(lr=1.0, min_lr=0.1, warmup_steps=4, stable_steps=3, decay_steps=4)
 K2, K2_BATCH = OptimConfig(schedule="k2"), 16384 * 4096
 MOONLIGHT, MOONLIGHT_BATCH = OptimConfig(schedule="moonlight"), 2048 * 8192
-# On the command line: takes out of tiny_cpu what `schedule` replaces.
+# Overrides that remove the keys of tiny_cpu that `schedule` replaces.
 NO_RAMP = [f"optim.{name}=null" for name in ("lr", "min_lr", "warmup_steps", "stable_steps")]
 NO_RAMP.append("optim.decay_steps=null")
 
@@ -59,7 +59,7 @@ def test_steps_and_batches_that_cannot_be_are_refused():
 
 
 def test_kimi_k2_recipe():
-    """Report 2.5, in tokens: the position after a step is (step + 1) batches."""
+    """Report 2.5, in tokens; the position after a step is (step + 1) batches."""
 
     def rate(tokens: float) -> float:
         return learning_rate(round(tokens / K2_BATCH) - 1, K2, K2_BATCH)
@@ -96,7 +96,7 @@ def test_moonlight_recipe():
 
 
 def test_the_step_that_reaches_a_border_has_exactly_the_rate_of_the_segment():
-    """In doubles, for rates and lengths that are awkward in binary."""
+    """Checks exact doubles for rates and lengths that binary cannot represent."""
     config = of(
         Segment(steps=3, lr=0.3, shape="linear"),
         Segment(tokens=70, lr=0.1, shape="cosine"),
@@ -110,7 +110,7 @@ def test_the_step_that_reaches_a_border_has_exactly_the_rate_of_the_segment():
 
 
 def walked(segments: list[Segment], tokens_per_step: int) -> list[float]:
-    """Brute force: the rate after each single token, written down one by one."""
+    """Return the rate after each token by brute force."""
     rates, before = [0.0], 0.0
     for segment in segments:
         if segment.until_tokens is not None:

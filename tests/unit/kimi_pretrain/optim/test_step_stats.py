@@ -1,4 +1,4 @@
-"""What a step tells: sums by group, over several ranks, and sizes that are healthy."""
+"""Tests the statistics of a step: sums by group, over several ranks, and healthy update sizes."""
 
 import math
 
@@ -36,13 +36,13 @@ def test_the_rms_of_a_group_is_that_of_all_its_numbers_whoever_owns_them():
     split = [
         report_of({"attention": attention[:1]}),
         report_of({"experts": experts, "attention": attention[1:]}),
-        report_of({"attention": []}),  # owns nothing
+        report_of({"attention": []}),  # owns no tensor
     ]
     whole = merge_figures(report.figures() for report in split)
     assert whole.update_rms == pytest.approx(wanted)
     assert list(whole.update_rms) == ["attention", "experts"]
     assert whole.elements == {"attention": 48 + 9 + 7, "experts": 40}
-    # Where every rank updates everything, all count alike.
+    # Where every rank updates everything, all ranks count equally.
     assert merge_figures([alone] * 3).update_rms == pytest.approx(wanted)
 
 
@@ -91,7 +91,7 @@ def test_counting_twice_adds_up():
 
 @pytest.mark.parametrize("padding", [0, 3])
 def test_the_padding_of_a_shard_is_no_part_of_its_figures(padding):
-    """DeepSpeed fills the last shard up with numbers that belong to no parameter."""
+    """DeepSpeed pads the last shard with elements that belong to no parameter."""
     config = OptimConfig(lr=1.0, min_lr=0.0, warmup_steps=0, stable_steps=1, decay_steps=1)
     shards = [torch.nn.Parameter(torch.zeros(10)) for _ in range(2)]
     names = ("projector", "vision_tower")
@@ -105,5 +105,5 @@ def test_the_padding_of_a_shard_is_no_part_of_its_figures(padding):
     optimizer.step()
     figures = stats.figures()
     assert figures.elements == {"projector": 10, "vision_tower": 10 - padding}
-    # Adam's first update is the sign of each gradient, of any size.
+    # Adam's first update is the sign of each gradient, whatever its size.
     assert figures.update_rms["vision_tower"] == pytest.approx(1.0, rel=1e-5)

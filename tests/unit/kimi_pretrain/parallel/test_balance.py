@@ -1,4 +1,4 @@
-"""List scheduling against its plain form: a list of loads, and the first of the least."""
+"""Compares list scheduling with its plain form, which searches a list for the smallest load."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,7 +29,7 @@ def test_the_least_loaded_member_takes_the_next_job(costs, loads):
 
 @given(st.dictionaries(st.text("abc"), PAIRS, max_size=30), st.lists(PAIRS, min_size=1, max_size=6))
 def test_owners_by_two_costs(costs, loads):
-    """The first cost is balanced, the second decides between equals, then the earlier member."""
+    """The first cost is balanced, the second breaks ties, then the earlier member wins."""
     before, wanted = list(loads), {}
     for name in sorted(costs, key=lambda name: (-costs[name][0], -costs[name][1], name)):
         member = before.index(min(before))

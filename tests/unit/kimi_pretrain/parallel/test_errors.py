@@ -1,4 +1,4 @@
-"""What rank 0 did for all arrives as it was: the value, or an error of the same kind."""
+"""Tests that other ranks receive rank 0's result: its value, or an error of the same kind."""
 
 import pickle
 
@@ -12,7 +12,7 @@ from launch.local.user_errors import exit_code
 
 
 class Demanding(ValueError):
-    """Cannot be made anew from its message, which is all that an exception is sent as."""
+    """Error that cannot be rebuilt from its message, although only messages are sent."""
 
     def __init__(self, key: str, found: int):
         super().__init__(f"{key} is {found}")
@@ -51,7 +51,7 @@ def test_an_error_keeps_its_kind_and_message(error):
 
 @pytest.mark.parametrize("hidden", [False, True])
 def test_its_causes_arrive_too(hidden):
-    """By them it is known whether a restart helps."""
+    """The causes decide whether a restart helps."""
 
     def work():
         try:
@@ -70,7 +70,7 @@ def test_its_causes_arrive_too(hidden):
 def test_an_error_that_cannot_be_sent_is_told_all_the_same():
     with pytest.raises(RuntimeError, match="Demanding: steps is 3"):
         sent(fail(Demanding("steps", 3))).result()
-    with pytest.raises(Demanding):  # where it was raised it stays what it is
+    with pytest.raises(Demanding):  # unchanged where it was raised
         Outcome.of(fail(Demanding("steps", 3))).result()
 
 

@@ -1,4 +1,4 @@
-"""Where ranks meet: the address that a store listens at, and a new store for each start."""
+"""Tests where ranks meet: the address that a store listens at, and a new store for each start."""
 
 import os
 from datetime import timedelta
@@ -16,9 +16,9 @@ OTHERS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCHELASTIC_RESTART_COUN
 
 @pytest.fixture
 def environment(monkeypatch):
-    """Sets variables; none of those that matter is there before or left after."""
+    """Return a function that sets variables; the relevant ones are unset before and after."""
     for name in (*NAMES, *OTHERS):
-        monkeypatch.setenv(name, "")  # so that what the code sets is taken back
+        monkeypatch.setenv(name, "")  # makes monkeypatch undo what the code sets
         monkeypatch.delenv(name)
 
     def put(**values: object) -> None:
@@ -40,7 +40,7 @@ def listens_at(port: int) -> set[str]:
     ("machines", "address", "expected"),
     [
         (1, "127.0.0.2", {"127.0.0.2"}),
-        (2, "127.0.0.2", {"::", "0.0.0.0"}),  # one of these: IPv6 may be off
+        (2, "127.0.0.2", {"::", "0.0.0.0"}),  # either one: IPv6 may be off
     ],
     ids=["at this address alone", "others cannot find a loopback"],
 )

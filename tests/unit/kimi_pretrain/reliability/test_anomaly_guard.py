@@ -1,4 +1,4 @@
-"""Which steps are let pass, what is written of the others, and that a resume decides alike."""
+"""Tests which steps are applied, the records of the others, and decisions after a resume."""
 
 import json
 import math
@@ -45,7 +45,7 @@ ADAMW = OptimConfig(lr=1e-3, min_lr=0, warmup_steps=0, stable_steps=1, decay_ste
 
 
 def moves_after(grad: float) -> bool:
-    """Whether AdamW still moves a weight after such a gradient and thousands of good ones."""
+    """Return whether AdamW still moves a weight after this gradient and thousands of good ones."""
     weight, mean, square = torch.zeros(3)
     for step in range(1, 3001):
         given = torch.tensor(grad if step == 1 else -1.0)
@@ -55,19 +55,19 @@ def moves_after(grad: float) -> bool:
 
 
 def test_a_gradient_whose_squares_are_not_finite_never_updates():
-    """One of them, let pass, would stop AdamW for good: its average of squares stays infinite."""
+    """Such a gradient would stop AdamW for good, because its average of squares stays infinite."""
     for norm, passes in ((LARGEST_NORM, True), (1e21, False)):
         assert judge(GuardConfig(), (), 1.0, norm).applies == passes
         assert moves_after(norm) == passes
 
 
 def test_a_spike_is_a_loss_far_above_the_median_of_a_full_window():
-    losses = (1.0, 100.0, 1.0, 3.0, 2.0)  # median 2: one odd loss does not move it
+    losses = (1.0, 100.0, 1.0, 3.0, 2.0)  # median 2, which one outlier does not move
     assert judge(SPIKES, losses, 4.0, 1.0) == GOOD  # not above twice the median
     assert judge(SPIKES, losses, 4.001, 1.0) == Verdict("spike", "skip")
-    assert judge(SPIKES, losses[1:], 1e9, 1.0) == GOOD  # too few were seen
-    assert judge(SPIKES, (1e6, *losses), 4.001, 1.0).kind == "spike"  # only the last count
-    assert judge(GuardConfig(), losses * 20, 1e9, 1.0) == GOOD  # nobody looks for spikes
+    assert judge(SPIKES, losses[1:], 1e9, 1.0) == GOOD  # too few losses so far
+    assert judge(SPIKES, (1e6, *losses), 4.001, 1.0).kind == "spike"  # only the last losses count
+    assert judge(GuardConfig(), losses * 20, 1e9, 1.0) == GOOD  # spikes are not checked
     for action, applies in (("record", True), ("skip", False), ("stop", False)):
         verdict = judge(SPIKES.model_copy(update={"spike": action}), losses, 5.0, 1.0)
         assert (verdict.action, verdict.applies) == (action, applies)
@@ -103,7 +103,7 @@ def test_stop_names_the_step_and_what_to_do():
 
 @pytest.mark.parametrize("stop", range(1, 60, 7))
 def test_a_resumed_guard_decides_as_one_that_was_never_stopped(stop):
-    """At any step: spikes, skips and their number in a row, through what a checkpoint holds."""
+    """A checkpoint at any step carries spikes, skips, and the number of skips in a row."""
     draw = random.Random(3)
     steps = [(draw.choice([1.0, 1.1, 0.9, 3.0, math.nan]), draw.random()) for _ in range(60)]
     straight, first = Guard(SPIKES), Guard(SPIKES)
@@ -116,7 +116,7 @@ def test_a_resumed_guard_decides_as_one_that_was_never_stopped(stop):
     found = [(resumed.judge(*step), resumed.skips_in_row) for step in steps[stop:]]
     assert found == expected[stop:]
     assert resumed.losses == straight.losses
-    assert len({verdict.kind for verdict, _ in expected}) == 3  # all kinds happened
+    assert len({verdict.kind for verdict, _ in expected}) == 3  # all kinds occurred
 
 
 def test_a_guard_that_looks_for_no_spikes_keeps_no_losses():

@@ -1,4 +1,4 @@
-"""What a rank says before the first step, and what it does when too many samples are unusable."""
+"""Tests the checks before the first step, and the reaction to too many unusable samples."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -90,7 +90,7 @@ ONE = ("layout.pp=1", "layout.vpp=1", "layout.dp=1", "layout.ep=1")
 
 
 def test_held_out_media_that_do_not_fit_are_refused_before_a_process_is_started(data_root):
-    """Those of training fit, and those held out, larger in a batch, do not."""
+    """The training media fit, but the held-out media are larger in a batch and do not."""
     keys = (f"data.root={data_root}", "data.sources={words: 1}", "data.vision_token_ratio=null")
     held = ("data.heldout={pictures_heldout: 1}", "train.validate_every=5")
     limit = "dep.memory_limit_gib=1.0e-6"
@@ -116,7 +116,7 @@ def test_embeddings_count_in_the_memory_limit_where_only_the_sources_tell_their_
 
 
 def test_a_kept_stage_counts_its_budget_before_a_process_is_started(data_root, tmp_path):
-    """Its data go on: what the stage before has used counts, and may be all of it."""
+    """The data order continues, so data of the stage before counts and may be the whole budget."""
     keys = [*SMALL, *ONE, f"data.root={data_root}", "data.budget={text: 3000}"]
     config = load_config("tiny_cpu", keys)
     planner = Planner(check_start(config).indices, config.data)
@@ -142,13 +142,13 @@ def test_a_kept_stage_counts_its_budget_before_a_process_is_started(data_root, t
         kept = [*keys, *keep[:2], f"{two}/step_00000002", f"optim={{schedule: {schedule}}}"]
         assert len(check_start(load_config("tiny_cpu", kept)).notices) == 1
     assert "those of earlier steps, {:,} and {:,}".format(*planner.state_at(2)["tokens"]) in told
-    check_start(load_config("tiny_cpu", [*keys, *keep]), steps=0)  # resumed: counted by its own
-    to_come = f"{two}/to_come"  # of a chain: the stage before has not begun
+    check_start(load_config("tiny_cpu", [*keys, *keep]), steps=0)  # resumed: uses its own counts
+    to_come = f"{two}/to_come"  # in a chain, the stage before has not begun
     assert check_start(load_config("tiny_cpu", [*keys, *keep[:2], to_come])).plans[0].step == 0
 
 
 def test_media_of_samples_that_are_not_chosen_may_be_too_large(data_root):
-    """Those that a source's bounds leave out are never encoded; a source is named without any."""
+    """Media outside a source's bounds are never encoded; a source left without samples is named."""
     keys = (f"data.root={data_root}", "data.vision_token_ratio=null", "train.steps=1")
     small = "dep.max_patches_per_chunk=160"
     with pytest.raises(ConfigError, match="'pictures', sample .* over dep.max_patches_per_chunk"):

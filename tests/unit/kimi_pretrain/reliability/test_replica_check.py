@@ -1,4 +1,4 @@
-"""Copies of tensors that differ are found by their bits, and the ranks that hold them are named."""
+"""Tests that differing copies of tensors are found by their bits, with the ranks that hold them."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ TYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
 def plain_hash(tensor: torch.Tensor) -> int:
-    """With Python's own integers, number by number."""
+    """Return the hash computed number by number with Python's integers."""
     size = 8 if tensor.nbytes % 8 == 0 else tensor.element_size()
     raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     words = [int.from_bytes(raw[at : at + size], "little", signed=True)
@@ -49,7 +49,7 @@ def copies(*hashes: int, name: str = "x") -> list[tuple[CopyHash, ...]]:
 def test_copies_that_differ_are_named_with_their_ranks():
     check_copies(7, copies(5, 5, 5))
     check_copies(7, [(), ()])
-    # Two stages: what holds for one says nothing of the other.
+    # Two stages may hold different tensors of one name.
     check_copies(7, [(CopyHash(0, "x", 1),), (CopyHash(1, "x", 2),)])
     with pytest.raises(RuntimeError, match=r"^step 7: x is one on ranks 0, 2, another on rank 1: "):
         check_copies(7, copies(5, 6, 5))
@@ -61,7 +61,7 @@ def test_copies_that_differ_are_named_with_their_ranks():
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("shape", [(6, 8), (3, 5), (70, 2048)])
 def test_at_the_start_order_and_signs_count_too(shape, dtype):
-    """Neither a norm nor the sums of each step's hash tell these from each other."""
+    """Neither a norm nor the sums of each step's hash can tell these tensors apart."""
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     wrong = tensor.clone()
     wrong[-1, -1] = torch.nextafter(wrong[-1, -1], torch.tensor(9.0, dtype=dtype))

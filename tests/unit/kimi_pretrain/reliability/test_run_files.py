@@ -1,4 +1,4 @@
-"""A run folder on a full disk: training goes on, nothing has a gap, the status stays true."""
+"""Tests a run folder on a full disk: training continues without gaps or a false status."""
 
 import json
 import logging
@@ -22,12 +22,12 @@ from kimi_pretrain.reliability.watchdog import Watchdog
 from kimi_pretrain.telemetry.run_dir import MetricsWriter, log_to
 from launch.local.user_errors import one_line_errors
 
-FULL = Path("/dev/full")  # opens, and has no room for anything that is written
+FULL = Path("/dev/full")  # can be opened, but has no room for data
 
 
 @contextmanager
 def no_file_above(size: int) -> Iterator[None]:
-    """Let the kernel write the part of a record that is left, and then refuse (EFBIG)."""
+    """Let the kernel write only the part of a record that fits and then fail with EFBIG."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -126,7 +126,7 @@ def test_a_log_on_a_full_disk_is_told_in_one_line(tmp_path, capfd):
 
 @pytest.fixture
 def full_disk(tmp_path) -> Iterator[Path]:
-    """A run folder with a status, on a disk without any room left."""
+    """Yield a run folder with a status, on a full disk."""
     folder = tmp_path / "run"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=32k", "none", str(folder)]

@@ -1,4 +1,4 @@
-"""A start never loses what a run has behind it: where nothing is found, its folder is asked why."""
+"""Tests that a start without checkpoints reads its run folder and never discards its history."""
 
 import json
 import os
@@ -32,7 +32,7 @@ from launch.cli.main import app
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """The folder of a run that has a line and no checkpoint yet."""
+    """Return the folder of a run that has a metrics line and no checkpoint yet."""
     folder = tmp_path / "run"
     folder.mkdir()
     run_id(folder)
@@ -47,7 +47,7 @@ def saved(place: Path, step: int) -> None:
 
 
 def refused(*arguments: str) -> str:
-    """What `train` says before any process starts or torch is loaded."""
+    """Return the refusal that `train` prints before any process starts or torch is loaded."""
     result = CliRunner().invoke(app, ["train", "--config", "tiny_cpu", *arguments])
     assert result.exit_code == 2, result.output
     (line,) = result.stderr.splitlines()
@@ -69,10 +69,10 @@ def test_latest_does_not_begin_again_beside_a_history(run_dir, tmp_path):
     elsewhere = f"checkpoint.place={tmp_path}/b"
     told = refused("--run-dir", str(run_dir), "--resume", "latest", elsewhere)
     assert f"there is no checkpoint in {tmp_path}/b, but {run_dir}/metrics.jsonl holds" in told
-    # As a batch script or torchrun begin again, of which a start was killed before its first save.
+    # A batch script or torchrun may restart after a kill before the first save.
     check_may_begin(run_dir, open_place(tmp_path / "b"), True)
     write_status(run_dir, Status("running", 4, 9, checkpoint="/a/step_00000004"))
-    for begin in ((), ("--or-start",)):  # something was saved: nobody begins again by himself
+    for begin in ((), ("--or-start",)):  # after a save no restart begins from scratch
         told = refused("--run-dir", str(run_dir), "--resume", "latest", *begin, elsewhere)
         assert f"{run_dir}/status.json names /a/step_00000004; set checkpoint.place as" in told
     assert (run_dir / "metrics.jsonl").read_text() == lines
@@ -80,11 +80,11 @@ def test_latest_does_not_begin_again_beside_a_history(run_dir, tmp_path):
 
 def test_another_place_than_the_run_s_is_refused_by_both_names(run_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    mine = open_place("saved")  # relative to the working folder, as it is now
+    mine = open_place("saved")  # relative to the current working folder
     claim(mine, run_dir)
     note_place(run_dir, mine)
     saved(tmp_path / "saved", 3)
-    saved(tmp_path / "other" / "saved", 2)  # a copy that is older
+    saved(tmp_path / "other" / "saved", 2)  # an older copy
     check_place(run_dir, mine)
     check_place(run_dir, open_place(f"file://{tmp_path}/saved/"))
     (tmp_path / "link").symlink_to(tmp_path / "saved")
@@ -97,7 +97,7 @@ def test_another_place_than_the_run_s_is_refused_by_both_names(run_dir, tmp_path
     assert f"--resume {tmp_path}/saved/step_" in told
     with pytest.raises(ValueError, match=r"checkpoint.place is s3://b/run now"):
         check_place(run_dir, open_place("s3://b/run"))
-    (run_dir / "metrics.jsonl").write_text("")  # nothing was done
+    (run_dir / "metrics.jsonl").write_text("")  # no step was done
     check_place(run_dir, open_place("s3://b/run"))
     note_place(run_dir, open_place("s3://b/run/"))
     assert noted_place(run_dir) == where(open_place("s3://b/run")) == "s3://b/run"
@@ -128,14 +128,14 @@ def test_a_folder_is_fresh_until_a_run_has_written_into_it(tmp_path):
     check_fresh(tmp_path)
     folder = tmp_path / "checkpoints" / "step_00000003"
     folder.mkdir(parents=True)
-    check_fresh(tmp_path)  # torn: no manifest
+    check_fresh(tmp_path)  # an incomplete save without a manifest
     (folder / "manifest.json").touch()
     with pytest.raises(ValueError, match="holds an earlier run"):
         check_fresh(tmp_path)
 
 
 def test_nothing_begins_from_scratch_at_a_place_with_checkpoints(tmp_path):
-    """They would all be of an abandoned course, where only the run folder's lines are gone."""
+    """If only the run folder's lines are gone, all checkpoints would be set aside as abandoned."""
     check_unused(open_place(tmp_path / "place"))
     saved(tmp_path / "place", 7)
     with pytest.raises(ValueError, match=r"place holds checkpoints, .* of step 7; go"):
@@ -143,7 +143,7 @@ def test_nothing_begins_from_scratch_at_a_place_with_checkpoints(tmp_path):
 
 
 def test_a_course_in_a_store_is_not_left_to_be_written_over(tmp_path):
-    """In a folder what is left is kept under another name; nothing in a store has another."""
+    """Folders keep old checkpoints under another name; objects in a store cannot be renamed."""
     place = open_place("memory://history/run")
     for step in (2, 4, 6):
         place.store.put(f"step_{step:08d}/manifest.json", b"{}")
@@ -152,13 +152,13 @@ def test_a_course_in_a_store_is_not_left_to_be_written_over(tmp_path):
     check_way_back(open_place(tmp_path), 2)
     with pytest.raises(ValueError, match=r"memory://history/run holds .*another .*steps 4 to 6"):
         check_way_back(place, 2)
-    with pytest.raises(ValueError, match=r"steps 2 to 6"):  # what it goes on from lies elsewhere
+    with pytest.raises(ValueError, match=r"steps 2 to 6"):  # it resumes from another place
         check_way_back(place, -1)
     place.close()
 
 
 def test_what_goes_on_from_elsewhere_has_nothing_here_behind_it(tmp_path, monkeypatch):
-    """Killed before its first save, it would come back to a lower step of the former course."""
+    """If killed before its first save, the run would resume a lower step of the former lineage."""
     own, left = tmp_path / "own", tmp_path / "own/step_00000004.abandoned_1"
     saved(own, 2)
     saved(own, 4)
@@ -167,7 +167,7 @@ def test_what_goes_on_from_elsewhere_has_nothing_here_behind_it(tmp_path, monkey
     for uri, step, before in (
         (own / "step_00000002", 2, 2),
         ("own/step_00000004", 4, 4),
-        (left, 4, -1),  # of which course the others are, it does not say
+        (left, 4, -1),  # it does not say to which lineage the others belong
         (tmp_path / "other/step_00000003", 3, -1),
     ):
         found = SimpleNamespace(uri=str(uri), step=step)
@@ -185,12 +185,12 @@ def test_the_newest_checkpoint_of_a_run_is_found_from_any_working_folder(
 ):
     saved(tmp_path / "place", 3)
     saved(tmp_path / "place", 5)
-    saved(run_dir / "checkpoints", 9)  # of another run, say: run.json says where this one's are
+    saved(run_dir / "checkpoints", 9)  # for example of another run; run.json names this run's place
     monkeypatch.chdir(tmp_path)
     note_place(run_dir, open_place("place"))
     monkeypatch.chdir(run_dir)
     newest = f"{tmp_path}/place/step_00000005"
     assert latest_in(run_dir) == latest_in(tmp_path / "place") == latest_in(newest) == newest
-    # `train` looks there, too; the file that it names is empty.
+    # `train` looks there as well; the file that it names is empty.
     told = refused("--run-dir", str(tmp_path / "new"), "--resume", str(run_dir))
     assert f"{newest}/manifest.json" in told

@@ -1,4 +1,4 @@
-"""Two runs in one folder, or in one checkpoint place: the second is refused, and told by whom."""
+"""Tests that a second run in a folder or checkpoint place is refused and names the first run."""
 
 import errno
 import json
@@ -44,7 +44,7 @@ sys.stdin.read()
 
 
 class Clock:
-    """Time that passes while somebody sleeps, and not otherwise."""
+    """Clock that advances only during sleeps."""
 
     def __init__(self, monkeypatch):
         self.slept, self.asleep = 0.0, lambda: None
@@ -60,7 +60,7 @@ class Clock:
 
 @pytest.fixture
 def holder(tmp_path):
-    """Another process that holds the folder."""
+    """Yield another process that holds the folder."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         text=True, cwd=ROOT,
@@ -102,11 +102,11 @@ def test_a_requeued_job_waits_for_its_own_former_start(holder, tmp_path, monkeyp
 def test_a_lock_without_a_sign_of_life_is_taken_over_by_the_same_job(
     holder, tmp_path, monkeypatch, caplog
 ):
-    """As where the lost node's lock never ends: here its holder does not, but it shows no life."""
+    """Simulates a lost node whose lock never ends: its holder lives but shows no activity."""
     os.utime(tmp_path / "lock", (1000, time.time() - run_lock.SILENT_S - 5))
     clock = Clock(monkeypatch)
     for other in ({**LATER, "SLURM_JOB_ID": "78"}, {"SLURM_JOB_ID": "77"}):
-        with pytest.raises(RunLocked) as refused:  # nor two commands of one job
+        with pytest.raises(RunLocked) as refused:  # not even for two commands of one job
             take(tmp_path, other)
         assert not isinstance(refused.value, FormerStart)
     assert clock.slept == 0
@@ -122,7 +122,7 @@ def test_a_lock_without_a_sign_of_life_is_taken_over_by_the_same_job(
 
 
 def test_a_clock_set_ahead_takes_no_lock_from_a_run_that_lives(holder, tmp_path, monkeypatch):
-    """All signs of life are old by it, until the next one comes."""
+    """By such a clock all heartbeats are old until the next one comes."""
     path, clock = tmp_path / "lock", Clock(monkeypatch)
     os.utime(path, (1000, time.time() - 7 * 86400))
 
@@ -144,14 +144,14 @@ def test_a_former_start_that_lives_is_not_pushed_out(tmp_path, monkeypatch):
     with pytest.raises(FormerStart, match=f"process {os.getpid()} on"):
         take(tmp_path, LATER)
     end = time.monotonic() + 50
-    while (tmp_path / "lock").stat().st_mtime_ns <= before:  # its sign of life
+    while (tmp_path / "lock").stat().st_mtime_ns <= before:  # its heartbeat
         assert time.monotonic() < end
         time.sleep(0.01)
     lock.release()
 
 
 def test_one_whose_lock_was_taken_over_ends_when_it_wakes(tmp_path, monkeypatch, capsys):
-    """Its node was only cut off: two runs must not go on in one folder."""
+    """The first start's node was only cut off; two runs must not continue in one folder."""
     first = tmp_path / "lock"
     file = first.open("a+")
     assert run_lock._try_lock(file)
@@ -168,7 +168,7 @@ def test_one_whose_lock_was_taken_over_ends_when_it_wakes(tmp_path, monkeypatch,
     assert left.wait(30)
     assert codes == [75]
     assert "was taken over by a later start of this job" in capsys.readouterr().err
-    assert first_exit_report(tmp_path) is None  # the folder is the other's
+    assert first_exit_report(tmp_path) is None  # the folder belongs to the other start
     woken.release()
     later.release()
 
@@ -176,9 +176,9 @@ def test_one_whose_lock_was_taken_over_ends_when_it_wakes(tmp_path, monkeypatch,
 @pytest.mark.parametrize(
     ("error", "replaced", "ends"),
     [
-        (errno.ESTALE, False, True),  # as NFS tells one whose file was replaced elsewhere
+        (errno.ESTALE, False, True),  # NFS reports this if the file was replaced elsewhere
         (errno.ESTALE, True, True),
-        (errno.EIO, True, True),  # ownership is asked whatever became of the sign of life
+        (errno.EIO, True, True),  # ownership is checked even if the heartbeat fails
         (errno.EIO, False, False),
     ],
 )
@@ -224,7 +224,7 @@ def test_a_folder_that_is_moved_under_a_run_is_not_said_to_be_taken_over(
         (run_dir / "lock").unlink()
     elif what == "removed":
         shutil.rmtree(run_dir)
-    else:  # a whole file system is away, for a while
+    else:  # a whole file system is away for a while
         (tmp_path / "runs").rename(tmp_path / "elsewhere")
     monkeypatch.setattr(run_lock, "BEAT_S", 0.01)
     renewed, utime = threading.Semaphore(0), os.utime
@@ -279,7 +279,7 @@ def test_a_place_belongs_to_the_run_that_first_saved_there(tmp_path):
     for folder in (mine, other):
         folder.mkdir()
     claim(place, mine)
-    claim(place, mine)  # again, when it goes on
+    claim(place, mine)  # again, when it resumes
     assert json.loads((tmp_path / "place" / "owner.json").read_text())["run"] == run_id(mine)
     with pytest.raises(RunLocked, match=rf"of another run .*run folder {mine} .*checkpoint\.place"):
         claim(place, other)
@@ -296,7 +296,7 @@ def test_a_place_belongs_to_the_run_that_first_saved_there(tmp_path):
 
 @pytest.mark.parametrize("where", ["folder", "store"])
 def test_a_copy_of_a_run_folder_does_not_own_its_place(tmp_path, where):
-    """It would set the first one's newer checkpoints aside, while that one goes on."""
+    """The copy would set aside newer checkpoints of the first run, which may still continue."""
     place = open_place(tmp_path / "place" if where == "folder" else "memory://copies/place")
     first, copy = tmp_path / "run_a", tmp_path / "run_b"
     first.mkdir()
@@ -310,7 +310,7 @@ def test_a_copy_of_a_run_folder_does_not_own_its_place(tmp_path, where):
     (tmp_path / "link").symlink_to(first)
     claim(place, tmp_path / "link")  # the same folder
     claim(open_place(tmp_path / "own"), copy)
-    (first / "run.json").unlink()  # it will never go on
+    (first / "run.json").unlink()  # it can never resume
     claim(place, copy)
     moved = copy.rename(tmp_path / "moved")
     claim(place, moved)
@@ -320,7 +320,7 @@ def test_a_copy_of_a_run_folder_does_not_own_its_place(tmp_path, where):
 
 @pytest.mark.parametrize("where", ["folder", "store"])
 def test_of_a_run_and_its_copy_elsewhere_the_later_start_has_the_place(tmp_path, where):
-    """On another cluster the first folder cannot be seen, nor its lock."""
+    """Another cluster can see neither the first folder nor its lock."""
     place = open_place(tmp_path / "place" if where == "folder" else "memory://far/place")
     first, copy = tmp_path / "a", tmp_path / "b"
     first.mkdir()
@@ -329,7 +329,7 @@ def test_of_a_run_and_its_copy_elsewhere_the_later_start_has_the_place(tmp_path,
     check_owner(place, mine)
     with pytest.raises(CheckpointError, match="was taken by another start of this run"):
         check_owner(place, former)
-    first.rename(copy)  # what the other cluster sees
+    first.rename(copy)  # as the other cluster sees it
     other = claim(place, copy)
     copy.rename(first)
     check_owner(place, other)
@@ -342,7 +342,7 @@ def test_of_a_run_and_its_copy_elsewhere_the_later_start_has_the_place(tmp_path,
 
 
 def test_a_start_that_is_refused_does_not_claim_the_place(tmp_path):
-    """The run whose checkpoints these are, without an owner.json, may come later."""
+    """The run that owns these checkpoints, without an owner.json, may come later."""
     place = open_place(tmp_path / "place")
     (tmp_path / "run").mkdir()
     done = tmp_path / "place" / "step_00000003"
@@ -353,7 +353,7 @@ def test_a_start_that_is_refused_does_not_claim_the_place(tmp_path):
     assert place.read_text("owner.json") is None
     (tmp_path / "mine").mkdir()
     claim_place(place, tmp_path / "mine", "latest", False)
-    with pytest.raises(RunLocked, match="of another run"):  # before what lies there
+    with pytest.raises(RunLocked, match="of another run"):  # checked before the checkpoints there
         claim_place(place, tmp_path / "run", None, False)
 
 
@@ -370,7 +370,7 @@ def test_checkpoints_that_were_copied_with_their_run_folder_are_its_own(tmp_path
 
 @pytest.mark.parametrize("where", ["folder", "store"])
 def test_of_runs_that_claim_a_place_at_once_one_gets_it(tmp_path, where):
-    """All have seen that nobody owns it before any writes."""
+    """All of them see that the place has no owner before any of them writes."""
     runs = [tmp_path / f"run{number}" for number in range(8)]
     place = open_place(tmp_path / "place" if where == "folder" else "memory://claims/place")
     together = threading.Barrier(len(runs))

@@ -1,4 +1,4 @@
-"""Who may write into a run folder: the start that holds it, and nobody before."""
+"""Tests that only the start that holds a run folder may write into it."""
 
 import os
 
@@ -21,7 +21,7 @@ from tests.held_folder import hold
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    """Nobody has named this process's start."""
+    """Leave this process's start without a name."""
     monkeypatch.setattr(start_identity, "_own", {})
     monkeypatch.setattr(start_identity, "_joined", {})
     for name in (START, REPORTS):
@@ -62,7 +62,7 @@ def test_who_joins_rank_0_writes_where_that_one_does(tmp_path, monkeypatch):
 
 
 def test_a_rank_without_a_supervisor_waits_for_the_lock_of_its_start(tmp_path, monkeypatch):
-    """As under SLURM, where it may fail before rank 0 has begun."""
+    """Under SLURM the rank may fail before rank 0 has begun."""
     clock = Clock(monkeypatch)
     write_exit_report(tmp_path, 1, ExitReport("of a start without a name"))
     assert clock.slept == 0

@@ -1,4 +1,4 @@
-"""When a run counts as standing still, who is to blame, and what is left behind."""
+"""Tests when a run counts as stalled, which rank is blamed, and which files remain."""
 
 import faulthandler
 import itertools
@@ -54,7 +54,7 @@ WATCHDOG = "kimi_pretrain.reliability.watchdog"
 
 @pytest.fixture(autouse=True)
 def this_start(tmp_path, monkeypatch):
-    """What runs here is part of a start that holds the folder."""
+    """Make this process part of a start that holds the folder."""
     monkeypatch.setenv(START, "this")
     hold(tmp_path, "this")
 
@@ -113,11 +113,11 @@ def test_of_many_ranks_some_look_for_the_guilty(world_size, count):
     assert (len(chosen), chosen[0]) == (count, 0)
     assert max(np.diff([*chosen, world_size])) <= -(
         -world_size // READING_RANKS
-    )  # all over the job
+    )  # spread over the job
 
 
 def watched(tmp_path, seconds: float, work, rank: int = 0, world_size: int = 2) -> list[int]:
-    """Run `work(watchdog)` under a watchdog; the codes that it ended the process with, or would."""
+    """Run `work(watchdog)` under a watchdog; return the exit codes that it asks for."""
     codes: list[int] = []
     dog = Watchdog(tmp_path, rank, world_size, seconds, codes.append).start()
     work(dog)
@@ -144,7 +144,7 @@ def test_a_halt_ends_the_process_with_its_stacks_and_its_reason(tmp_path):
     assert word.code == NO_PROGRESS == 75
     assert "rank 0 is in step 6, phase '2 vision forward'" in word.message
     assert "no word from rank 1" in word.message
-    assert "test_watchdog.py" in word.message  # the line that it is at
+    assert "test_watchdog.py" in word.message  # the current line
     stacks = (tmp_path / "logs" / "stacks_rank_0.txt").read_text()
     assert "phase '2 vision forward'" in stacks
     assert "in until" in stacks
@@ -199,7 +199,7 @@ def test_progress_is_any_new_phase_even_of_the_same_name(tmp_path):
 
 def test_a_rank_that_goes_on_takes_its_word_back(tmp_path):
     def work(dog: Watchdog) -> None:
-        until(stall_file(tmp_path, 0).exists)  # after four fifths of the time
+        until(stall_file(tmp_path, 0).exists)  # after four fifths of the limit
         dog.enter("4 backbone")
         until(lambda: not stall_file(tmp_path, 0).exists())
 
@@ -207,7 +207,7 @@ def test_a_rank_that_goes_on_takes_its_word_back(tmp_path):
 
 
 def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path, monkeypatch):
-    """As after `scontrol suspend`: the clock jumps, the ticks do not."""
+    """After `scontrol suspend` the clock jumps, but the ticks do not."""
     jumps = iter(range(0, 10**9, 1000))
     monkeypatch.setattr(
         "kimi_pretrain.reliability.watchdog.time.monotonic", lambda: float(next(jumps))
@@ -228,12 +228,12 @@ def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path, monkeypa
 def test_a_rank_whose_start_does_not_hold_the_folder_writes_nothing_there(
     tmp_path, monkeypatch, private
 ):
-    """Such as one that srun starts in the folder of a run in mid-training: it joins nobody."""
+    """srun may start such a rank in the folder of a running job; it belongs to no start."""
     write_status(tmp_path, Status("running", 3))
     hold(tmp_path, "another")
     (tmp_path / "reports").mkdir()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
-    monkeypatch.delenv(START)  # nobody named its start
+    monkeypatch.delenv(START)  # its start has no name
     if private:
         monkeypatch.setenv(REPORTS, str(tmp_path / "reports"))
     before = {file: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()}
@@ -287,7 +287,7 @@ def test_who_waits_for_others():
 SITE = "/x/.venv/lib/python3.11/site-packages"
 STDLIB = sysconfig.get_path("stdlib")
 OURS = (f"{ROOT}/kimi_pretrain/step.py", 1, "run")
-# Where the host waits for a CUDA device, innermost first.
+# Stacks in which the host waits for a CUDA device, innermost frame first.
 FEEDING = {
     "a copy of ours": [(f"{ROOT}/kimi_pretrain/update.py", 1, "step"), OURS],
     "the encoder": [(f"{ROOT}/moonvit3d/tower.py", 1, "forward"), OURS],
@@ -366,7 +366,7 @@ def test_the_watchdog_loads_no_torch():
         "import sys, types, kimi_pretrain.reliability.watchdog as w\n"
         "assert 'torch' not in sys.modules and not w._on_device()\n"
         "torch = sys.modules['torch'] = types.ModuleType('torch')\n"
-        "assert not w._on_device()\n"  # half loaded
+        "assert not w._on_device()\n"  # partly loaded
         "torch.cuda = types.SimpleNamespace(is_initialized=lambda: True)\n"
         "assert w._on_device()"
     )
@@ -472,7 +472,7 @@ def test_frames_of_the_project_are_known(name):
 
 @pytest.fixture
 def unanswered(monkeypatch):
-    """A read that waits for a store with much patience, in a thread; its address."""
+    """Yield the address of a store that a patient read in a thread waits for."""
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(watchdog, "STORE_S", 0.3)
@@ -515,7 +515,7 @@ def test_who_can_finish_the_step_goes_on(tmp_path, unanswered):
     silent = Watchdog(tmp_path, 0, 1, 10, stop=lambda: "signal SIGTERM")
     assert silent._unanswered((9, 3, WAIT_FOR_DATA), 5.0, 5.0)
     assert silent._unanswered((9, 0, "find the checkpoint"), 5.0, 0.0)
-    # The next step is fetched ahead in vain, which this one need not wait for; nor does a save.
+    # The prefetch of the next step may fail, since this step does not wait for it; nor does a save.
     assert silent._unanswered((9, 3, "4 backbone"), 5.0, 5.0) is None
     assert silent._unanswered((9, 3, "8 save"), 1e6, 1e6) is None
 
@@ -526,9 +526,9 @@ Place = tuple[int, str]  # step and phase
 def ticks(
     tmp_path: Path, monkeypatch, why: str | None, places: list[Place], workers: bool = False
 ) -> int | None:
-    """After how many seconds in the last of these places a rank ends that was told to stop.
+    """Return the seconds that a rank asked to stop stays in the last of these (step, phase) pairs.
 
-    It is at each of the others for a tick of a second; None if it does not end in 300 s there.
+    It spends one second in each of the others. Return None if it does not end in 300 s.
     """
     clock, codes, passed = itertools.count(), list[int](), -len(places)
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
@@ -551,7 +551,7 @@ def ticks(
 
 @contextmanager
 def silence(seconds: float) -> Iterator[None]:
-    """A request that has had no answer for so long; hardly longer while this lasts."""
+    """Simulate a request that has had no reply for this long."""
     with Tries("s3://bucket/rows.tar", 3600, None, random.Random(0)) as tries:
         tries.excuse(-seconds)
         yield
@@ -568,7 +568,7 @@ PERSON, SCHEDULER = "signal SIGTERM", "signal SIGUSR1"
 def test_a_long_save_after_the_signal_is_no_wait_for_data(
     tmp_path, monkeypatch, why, silent, workers
 ):
-    """The signal may come when a step has just been told of: the next one begins after the save."""
+    """The signal may come just after a step was announced; the next step begins after the save."""
     steps = [(step, phase) for step in range(4, 40) for phase in (WAIT_FOR_DATA, "4 backbone")]
     with silence(silent):
         stops = ticks(tmp_path, monkeypatch, why, [*SAVING, *steps], workers)
@@ -581,10 +581,10 @@ def test_a_long_save_after_the_signal_is_no_wait_for_data(
         (PERSON, 200.0, False, 4),
         (SCHEDULER, 200.0, False, 60),
         (PERSON, 200.0, True, 4),
-        (PERSON, 0.0, True, 30),  # the workers' store is not seen from here
+        (PERSON, 0.0, True, 30),  # this process does not see the workers' store
         (SCHEDULER, 0.0, True, 60),
-        (SCHEDULER, 20.0, False, None),  # 503s for some seconds lose no steps
-        (PERSON, 0.0, False, None),  # it answers, or what takes long is no store
+        (SCHEDULER, 20.0, False, None),  # some seconds of 503s lose no steps
+        (PERSON, 0.0, False, None),  # the store answers, or the delay is elsewhere
         (None, 200.0, True, None),
     ],
 )

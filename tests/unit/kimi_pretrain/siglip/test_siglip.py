@@ -1,4 +1,4 @@
-"""Heads and loss against transformers' SiglipModel and Siglip2's pooling head with its mask."""
+"""Compares heads and loss with transformers' SiglipModel and Siglip2's masked pooling head."""
 
 import math
 
@@ -37,7 +37,7 @@ VISION = dict(
 
 
 def drawn(module: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """Weights of which none is zero or one: a bias that is left out must show."""
+    """Draw weights of which none is zero or one, so that a missing bias shows."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -67,7 +67,7 @@ def test_pooling_of_packed_items_is_that_of_padded_items_with_a_mask():
     config = siglip2.Siglip2VisionConfig(
         hidden_size=32, intermediate_size=48, num_attention_heads=4, num_hidden_layers=1
     )
-    config._attn_implementation = "sdpa"  # without it the head makes no mask of the mask
+    config._attn_implementation = "sdpa"  # otherwise the head builds no attention mask
     for dtype, limit in ((torch.float32, 1e-6), (torch.float64, 1e-14)):
         oracle = drawn(siglip2.Siglip2MultiheadAttentionPoolingHead(config)).to(dtype)
         head = PoolingHead(SIZES).to(dtype)
@@ -120,17 +120,17 @@ def test_loss_and_gradients_are_those_of_siglip_model(oracle, heads):
     assert relative(loss / 6, out.loss) <= 1e-13
     parameters = dict(oracle.named_parameters())
     most = max(float(parameters[name].grad.norm()) for name, _ in heads.named_parameters())
-    for name, parameter in heads.named_parameters():  # those of key biases are nought but rounding
+    for name, parameter in heads.named_parameters():  # for key biases only rounding is left
         distance = (parameter.grad - parameters[name].grad).norm()
         assert float(distance) <= 1e-11 * float(parameters[name].grad.norm()) + 1e-16 * most, name
 
 
 def test_operations_are_those_that_torch_counts():
-    """Exactly, but for the one query that all items of a chunk share."""
+    """Counts are exact except for the one query that all items of a chunk share."""
     heads, ids = drawn(SiglipHeads(SIZES)), torch.zeros(2, 8, dtype=torch.int64)
     patches = torch.rand(12, WIDTH, requires_grad=True)
     for forwards in (1, 3):
-        # Of fused attention on a CPU torch counts nothing.
+        # Torch counts no FLOPs for fused attention on a CPU.
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             images, texts = heads.images(patches, [9, 3]), heads.texts(ids)
             loss = pair_loss(images, texts, heads.logit_scale, heads.logit_bias, [2])
@@ -176,7 +176,7 @@ def test_scale_and_bias_begin_as_in_the_paper():
 
 
 def load_heads(heads: SiglipHeads, uri: str, config: SiglipConfig = CONFIG) -> None:
-    """Read everything, then change the heads."""
+    """Read all tensors before changing the heads."""
     weights = open_heads(uri, config, WIDTH)
     heads.load_state_dict(
         {n: weights.read(f"siglip.{n}", p.dtype) for n, p in heads.named_parameters()}
@@ -220,7 +220,7 @@ def test_heads_are_read_from_a_siglip_checkpoint(oracle, tmp_path):
         (dict(depth=1), "unexpected tensor text_model.encoder.layers.1"),
         (dict(depth=3), r"no tensor text_model.encoder.layers.2.* 3 blocks"),
         (dict(mlp_width=40), r"has shape \[48, 32\]: want \[40, 32\]"),
-        # Every tensor fits, and the function is another one.
+        # All tensors fit, but the function differs.
         (dict(heads=8), r"config.json: text_config.num_attention_heads is 4, want 8"),
     ],
 )
@@ -239,7 +239,7 @@ def test_a_number_that_is_not_finite_is_refused(oracle, tmp_path):
 
 
 def test_pairs_of_a_group_that_is_not_there_are_refused():
-    """One count alone would be a loss over this rank's own pairs; two want a second rank."""
+    """One count would give a loss over this rank's own pairs; two counts need a second rank."""
     one = torch.eye(2)
     with pytest.raises(ValueError, match="pairs of 2 ranks, in a group of 1"):
         pair_loss(one, one, torch.zeros(1), torch.zeros(1), [2, 2])

@@ -1,4 +1,4 @@
-"""Secrets in a diff: forms that are masked, and code that stays as it is."""
+"""Tests the secrets that are masked in a diff, and the code that stays unchanged."""
 
 import pytest
 
@@ -71,7 +71,7 @@ def test_keys_of_several_lines_and_files_by_their_names_are_left_out():
 
 
 def test_code_of_this_project_stays_nearly_as_it_is():
-    """Of its last commits, or all of it: what is masked wrongly makes a diff useless."""
+    """Reads the project's own code, because needless masking makes a diff useless."""
     files = [*(ROOT / "kimi_pretrain").rglob("*.py"), *(ROOT / "data_pipeline").rglob("*.py")]
     text = b"".join(file.read_bytes() for file in files)
     lines = text.splitlines(keepends=True)

@@ -1,4 +1,4 @@
-"""Files of lines by step are shortened at a start, whatever their length, and never torn."""
+"""Tests that files with one line per step are cut at a start and never torn."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from kimi_pretrain.telemetry.jsonl import cut_after, last_step
 
 
 def plain(text: str, step: int) -> str:
-    """The twin that reads all."""
+    """Return the lines up to a step, as a reference that reads everything."""
     lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
     return "".join(line for line in lines if json.loads(line)["step"] <= step)
 
@@ -21,7 +21,7 @@ def line(step: int, length: int = 0) -> str:
 
 
 def test_shortened_as_by_reading_everything(tmp_path, monkeypatch):
-    """Lines longer and shorter than a block, several of one step, steps left out, torn ends."""
+    """Covers lines longer and shorter than a block, repeated and missing steps, and torn ends."""
     monkeypatch.setattr(jsonl, "_BLOCK", 64)
     draw = random.Random(0)
     for case in range(300):
@@ -34,7 +34,7 @@ def test_shortened_as_by_reading_everything(tmp_path, monkeypatch):
         (tmp_path / "lines.abandoned.jsonl").write_text(kept)
         last = cut_after(tmp_path / "lines.jsonl", step)
         assert (tmp_path / "lines.jsonl").read_text() == plain(text, step), (case, text, step)
-        # What was cut is kept: below what was cut before, whose own end may be torn.
+        # Lines that were cut are appended to those cut before, whose own end may be torn.
         cut = plain(text, 9)[len(plain(text, step)) :]
         assert last == (json.loads(cut.splitlines()[-1])["step"] if cut else None)
         if cut:
@@ -57,8 +57,8 @@ def test_what_is_read_does_not_grow_with_the_steps_done(tmp_path, monkeypatch):
     monkeypatch.setattr(jsonl.os, "pread", pread)
     before = read_by_this_process()
     cut_after(file, 998)
-    assert sum(counted) < 1_000_000  # three lines of 50 kB, each looked for by blocks of 64 kB
-    assert read_by_this_process() - before < 5_000_000  # by whatever way
+    assert sum(counted) < 1_000_000  # three lines of 50 kB, each searched in blocks of 64 kB
+    assert read_by_this_process() - before < 5_000_000  # by any system call
     assert file.stat().st_size == pytest.approx(size * 0.998, rel=1e-4)
     with file.open("rb") as cut:
         cut.seek(-60_000, os.SEEK_END)

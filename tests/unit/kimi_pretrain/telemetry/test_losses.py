@@ -1,4 +1,4 @@
-"""Losses by source and place against a loop over tokens."""
+"""Compares losses by source and position with a loop over tokens."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from data_pipeline.plan.step_plan import GlobalPlan, ItemTable, SampleTable
 from kimi_pretrain.telemetry.losses import LossSums, bins_of, cells_of, merged, summed
 
 SEQ_LEN = 1000
-# (row, start, length, source): rows of several samples, one without any, one that is full.
+# (row, start, length, source): rows of several samples, an empty row, and a full row.
 SAMPLES = [(0, 0, 300, 1), (0, 300, 3, 0), (0, 303, 600, 1), (1, 0, 1000, 2), (3, 0, 257, 0)]
 
 
@@ -32,7 +32,7 @@ def test_bins_double_up_to_the_longest_document():
 
 @pytest.mark.parametrize("rows", [range(4), range(1, 3), range(2, 3), range(3, 4)])
 def test_every_token_is_counted_where_its_sample_is(rows):
-    """The loss at a token is that of the next one, so many tokens after the sample's first."""
+    """The loss at a token is for the next token, which is this far after the sample's first."""
     cells = cells_of(plan_of(SAMPLES), rows)
     expected = np.zeros((len(rows), SEQ_LEN), int)
     for row, start, length, source in SAMPLES:

@@ -1,4 +1,4 @@
-"""What a run writes down: one line a step, and a trace that viewers read."""
+"""Tests the records of a run: one line per step, and a trace that viewers can read."""
 
 import hashlib
 import json
@@ -44,7 +44,7 @@ def test_every_nth_step_is_a_line_with_the_speed_since_the_line_before():
     lines = StepLines(3, 9, 4)
     told = {step: lines.line(step, 1.5, 1000, 0.5 * step) for step in range(4, 10)}
     assert {step for step, line in told.items() if line} == {4, 8, 9}
-    # Steps 5 to 8 took 2.5 + 3 + 3.5 + 4 s for 4,000 tokens; one is left.
+    # Steps 5 to 8 took 2.5 + 3 + 3.5 + 4 s for 4,000 tokens; one step is left.
     assert told[8] == "step 8/9  loss 1.5000  308 tokens/s  ETA 0:00:03"
     assert told[9] == "step 9/9  loss 1.5000  222 tokens/s  ETA 0:00:00"
 
@@ -53,7 +53,7 @@ def test_output_that_is_no_terminal_gets_lines_and_no_bar(tmp_path, capfd):
     metrics = MetricsWriter(tmp_path, 0, StepDisplay(0, 5, 3))
     for step in range(1, 6):
         metrics.write({"step": step, "loss": float("nan"), "tokens": 64})
-        told = capfd.readouterr()  # at once, not when the run ends
+        told = capfd.readouterr()  # immediately, not at the end of the run
         assert (told.out.count("\n"), told.err) == (int(step in (1, 3, 5)), "")
         assert "\x1b" not in told.out
     metrics.close()
@@ -91,7 +91,7 @@ def test_all_records_of_later_steps_are_set_aside_and_told(tmp_path, caplog):
         assert (tmp_path / kept).read_text() == '{"step": 2}\n'
         told = f"{name} goes on after step 1; lines of another start, up to step 2, are in {kept}"
         assert told in caplog.text
-    MetricsWriter(tmp_path, 0, history="none").close()  # from scratch: nothing is left of it
+    MetricsWriter(tmp_path, 0, history="none").close()  # from scratch: no line is left
     for name in names:
         assert (tmp_path / name).read_text() == ""
         kept = name.replace(".", ".abandoned.")
@@ -99,11 +99,11 @@ def test_all_records_of_later_steps_are_set_aside_and_told(tmp_path, caplog):
 
 
 HISTORIES = {
-    # Step 40 is the checkpoint's: with the same weights its validation stays.
+    # Step 40 is the checkpoint's step; with the same weights its validation stays.
     "own": ([20, 39, 40], [20, 40]),
-    # From elsewhere: what was validated at this step had other weights.
+    # Resumed from elsewhere, so the validation of this step had other weights.
     "other": ([20, 39, 40], [20]),
-    # A stage that keeps the count of steps, after a start in this folder that saved nothing.
+    # A stage that keeps the step count, after a start in this folder that saved no checkpoint.
     "none": ([], []),
 }
 
@@ -126,7 +126,7 @@ def source(name, use, content="a" * 64):
 
 
 def test_held_out_sources_of_earlier_starts_are_not_forgotten(tmp_path):
-    """Their samples were read by validations; their data do not change under their names."""
+    """Validations have read their samples, and the data under their names must not change."""
     before = [source("words", "train"), source("held", "heldout")]
     tell_sources(tmp_path, before)
     tell_sources(tmp_path, [source("words", "train"), source("held", "heldout", "b" * 64)])
@@ -137,18 +137,18 @@ def test_held_out_sources_of_earlier_starts_are_not_forgotten(tmp_path):
     assert with_earlier_heldout(tmp_path, now) == [*now, before[1]]
     with pytest.raises(ValueError, match="'held' is bbbbbbbbbbbb, .* validated with aaaaaaaaaaaa"):
         tell_sources(tmp_path, [source("held", "heldout", "b" * 64)])
-    redacted = source("held", "heldout") | {"content_hash": "c" * 64}  # the same, less a sample
+    redacted = source("held", "heldout") | {"content_hash": "c" * 64}  # the same less one sample
     tell_sources(tmp_path, [redacted])
 
 
 @pytest.mark.parametrize(
     ("lines", "step", "history", "kept"),
     [
-        ([], 40, "none", 40),  # a stage that keeps all
-        ([], 40, "other", 40),  # a run that goes on from another's checkpoint
-        ([41, 42], 30, "other", 30),  # and once more from an earlier one
-        ([31, 40], 40, "own", 7),  # its own: where it began was noted then
-        ([1, 40], 40, "none", 40),  # those steps were of a start that saved nothing
+        ([], 40, "none", 40),  # a stage that keeps the data order
+        ([], 40, "other", 40),  # a run that resumes another run's checkpoint
+        ([41, 42], 30, "other", 30),  # and again from an earlier checkpoint
+        ([31, 40], 40, "own", 7),  # its own checkpoint: the beginning is already recorded
+        ([1, 40], 40, "none", 40),  # those steps belong to a start that saved no checkpoint
         ([1, 2], 0, "none", None),
     ],
 )
@@ -162,7 +162,7 @@ def test_where_the_data_of_a_folder_began_is_kept(tmp_path, lines, step, history
 
 
 def test_two_starts_at_step_0_leave_one_validation_of_it(tmp_path):
-    """The second has other weights: nothing was saved of the first."""
+    """The first start saved nothing, so the second one has other weights."""
     for loss in (5.0, 6.0):
         recorder = recorder_of(tmp_path, 0, history="none")
         assert recorder.to_validate(0, due=True)
@@ -175,7 +175,7 @@ def test_two_starts_at_step_0_leave_one_validation_of_it(tmp_path):
 
 
 def test_a_stage_is_validated_at_its_first_step_whichever_it_is(tmp_path):
-    """And a run that goes on only where it has never been; later ones as they are due."""
+    """A resumed run validates its first step only if no run did; later steps when due."""
     recorder = recorder_of(tmp_path, 403, history="none")
     assert recorder.to_validate(403, due=False)
     (tmp_path / "heldout.jsonl").write_text('{"step": 403}\n')
@@ -192,7 +192,7 @@ def recorder_of(folder, first_step: int, history: str, end: BudgetEnd | None = N
 
 @pytest.mark.parametrize(("exact", "steps"), [(True, 420), (False, 500)])
 def test_a_budget_s_end_is_told_where_it_is_known(exact, steps, tmp_path, capfd):
-    """An estimate is told as one, and only to people."""
+    """An estimate is marked as such and is shown only to people."""
     end = BudgetEnd(420, exact, (9, 9), (0, 0), "it is used up")
     recorder = recorder_of(tmp_path, 0, "none", end)
     recorder.metrics.write({"step": 1, "loss": 1.0, "tokens": 64})
@@ -212,7 +212,7 @@ def test_an_estimate_that_was_too_low_leaves_nothing_to_do():
 
 
 def test_a_rank_s_report_stays_small():
-    """As its docstring says: 24 bytes for each source and bin that the rank has a loss of."""
+    """As its docstring says, it takes 24 bytes for each source and bin with a loss on the rank."""
 
     def size(cells: int) -> int:
         numbers = np.arange(cells)

@@ -1,4 +1,4 @@
-"""Phases, useful FLOPs, exposed time and the line of a step, against other counts and by hand."""
+"""Tests phases, useful FLOPs, exposed time and step lines against other counts and by hand."""
 
 import itertools
 import json
@@ -100,7 +100,7 @@ def test_spans_are_in_seconds_of_the_wall_clock():
 
 
 def touch(size):
-    """Make `size` bytes resident and give them back; malloc could hand out what already is."""
+    """Make `size` bytes resident and free them; malloc might return resident pages."""
     with mmap.mmap(-1, size) as pages:
         for start in range(0, size, mmap.PAGESIZE):
             pages[start] = 1
@@ -119,7 +119,7 @@ def test_the_peak_is_that_of_the_phase():
             touch(96 * MIB)
         touch(32 * MIB)
     with clock.phase("after"), clock.phase("inside"):
-        pass  # a second, smaller piece leaves the peak of the phase as it was
+        pass  # a second, smaller phase of the name does not change the peak
     peak = {name: size / MIB - clock.peak_bytes["small"] / MIB for name, size in
             clock.peak_bytes.items()}  # fmt: skip
     assert peak["inside"] == pytest.approx(96, abs=8)
@@ -178,9 +178,9 @@ def counted(run) -> dict[str, int]:
 @pytest.mark.parametrize("q_lora_rank", [24, None])
 @pytest.mark.parametrize("trained", [True, False])
 def test_backbone_equals_what_torch_counts_in_deepseek_v3(q_lora_rank, trained):
-    """Products with weights are equal exactly; its attention is the full square, twice ours."""
+    """Products with weights are exactly equal; torch counts full attention, twice ours."""
     model, length = deepseek(q_lora_rank).requires_grad_(trained), 40
-    inputs = torch.rand(1, length, 64, requires_grad=True)  # as if the encoder were before it
+    inputs = torch.rand(1, length, 64, requires_grad=True)  # as if an encoder came before it
     found = counted(lambda: model(inputs_embeds=inputs).logits.sum().backward())
     assert set(found) == {"aten.mm", "aten.bmm"}
     ours = backbone_flops(np.array([length]), language(q_lora_rank=q_lora_rank), trained=trained)
@@ -202,7 +202,7 @@ def test_attention_stays_inside_documents():
 
 @pytest.mark.parametrize("frozen", [(), ("vision_tower",), ("projector",)])
 def test_encoder_equals_what_torch_counts(frozen):
-    """Exactly, but for resampling the position grid, which is no work on media tokens."""
+    """Counts are exact except for resampling the position grid, which serves no media token."""
     with torch.device("meta"):
         model = VisionEncoder(VISION)
         model.vision_tower.requires_grad_("vision_tower" not in frozen)
@@ -228,9 +228,9 @@ def test_a_step_counts_only_what_is_trained():
     assert text.backbone == whole.backbone
     assert whole.total == whole.encoder + whole.backbone
     seen = step_flops(grids, lengths, model, ["vision_tower", "projector"])
-    # The forward alone; in training nothing is before the patches that wants a gradient.
+    # This is the forward pass alone; in training no gradient is needed before the patches.
     assert 3 * seen.encoder - whole.encoder == 2 * 64 * (3 * 14 * 14) * model.vision.width
-    # A frozen language model passes gradients on, but only where there are media to train on.
+    # A frozen language model passes gradients on, but only if there are media to train on.
     through = step_flops(grids, lengths, model, ["language_model"])
     nothing = step_flops(grids[:0], lengths, model, ["language_model"])
     assert whole.backbone / 3 == pytest.approx(nothing.backbone)
@@ -248,7 +248,7 @@ def test_peaks(monkeypatch):
         ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989),
         ("NVIDIA H100 PCIe", torch.bfloat16, 756),
         ("NVIDIA A100-SXM4-80GB", torch.float32, 19.5),
-        ("A100-SXM4-40GB", torch.bfloat16, 312),  # as older drivers name it
+        ("A100-SXM4-40GB", torch.bfloat16, 312),  # the name that older drivers report
         ("NVIDIA A100 80GB PCIe", torch.bfloat16, 312),
         ("NVIDIA B200", torch.bfloat16, 2250),
         ("NVIDIA GB200", torch.bfloat16, 2500),
@@ -272,7 +272,7 @@ def test_peaks(monkeypatch):
 
 
 def step_spans(start: float, over: float, back: float, end: float) -> dict:
-    """Phases of a rank: vision from `start`, backbone from `over` to `back`, all sums at `end`."""
+    """Return a rank's phases: vision from `start`, backbone `over` to `back`, sums until `end`."""
     middle, last = (start + over) / 2, (back + end) / 2
     return {
         "2 vision forward": (start, middle),
@@ -285,7 +285,7 @@ def step_spans(start: float, over: float, back: float, end: float) -> dict:
 
 
 def test_exposed_is_from_the_latest_start_to_the_common_end():
-    # Rank 1 comes 2 s late; the clock of rank 2 is an hour ahead.
+    # Rank 1 starts 2 s late; the clock of rank 2 is an hour ahead.
     everyone = [
         step_spans(0.0, 5.0, 9.0, 12.0),
         step_spans(2.0, 5.0, 9.5, 12.0),
@@ -323,7 +323,7 @@ CONFIG = load_config(
 
 
 def global_plan(grids: list[tuple[int, int, int]]) -> GlobalPlan:
-    """Sixteen rows of one document each of 200 tokens; item i stands in row i."""
+    """Return a plan of sixteen rows with one document of 200 tokens each; item i is in row i."""
     rows, n, m = np.arange(16, dtype=np.int32), 16, len(grids)
     zeros = np.zeros(16, np.int64)
     t, h, w = np.array(grids, dtype=np.int32).reshape(-1, 3).T
@@ -339,7 +339,7 @@ def global_plan(grids: list[tuple[int, int, int]]) -> GlobalPlan:
 
 
 def own_figures(rank: int) -> UpdateFigures:
-    """Rank 0 owns an attention matrix, the others experts; rank 2 is slow, rank 3 owns nothing."""
+    """Return figures: rank 0 owns attention, 1 and 2 own experts, 2 is slow, 3 owns nothing."""
     if rank == 3:
         return UpdateFigures()
     group, square, count = ("attention", 0.4, 10) if rank == 0 else ("experts", 0.1 * rank, 2)
@@ -347,7 +347,7 @@ def own_figures(rank: int) -> UpdateFigures:
 
 
 def own_losses(rank: int) -> LossSums:
-    """Ranks 2 and 3 count losses: of source 1 both, of source 2 the last."""
+    """Return losses of ranks 2 and 3: both count source 1, and rank 3 also counts source 2."""
     cells = {2: [1], 3: [1, 2]}.get(rank, [])  # rows of 256 tokens have one bin
     numbers = np.arange(1, len(cells) + 1)
     return LossSums(np.array(cells, int), 3.0 * numbers, numbers)
@@ -356,7 +356,7 @@ def own_losses(rank: int) -> LossSums:
 def reports(
     plan: GlobalPlan, spans: list[dict], siglip=None, bubbles=(None,) * RANKS, times=(None,) * RANKS
 ) -> list[SimpleNamespace]:
-    """What the ranks of a 2-stage layout with 2 replicas report of a step."""
+    """Return the step reports of the ranks of a layout with 2 stages and 2 replicas."""
     vision = VisionPlanner(CONFIG).plan(plan)
     return [
         SimpleNamespace(
@@ -396,7 +396,7 @@ def test_pairs_are_in_the_line_where_they_are_trained_alone():
 
 
 def test_bubbles_are_in_the_line_where_work_ran_in_them():
-    """And the encoder's exposed time is not known then: it is inside the backbone's."""
+    """The encoder's exposed time is then unknown, because it is part of the backbone's."""
     plan, spans = global_plan(GRIDS_OF_STEP), [step_spans(1.0, 5.0, 9.0, 12.0)] * RANKS
     line = line_of(plan, spans)
     assert not {"bubble_seconds", "bubble_seconds_per_rank"} & line.keys()
@@ -415,7 +415,7 @@ def test_bubbles_are_in_the_line_where_work_ran_in_them():
     assert line["bubble_seconds_per_rank"]["overrun"] == [0.0, 0.0, 0.5, 0.0]
     assert line["exposed_encoder_seconds"] is None
     line = line_of(plan, [{"4 backbone": (1.0, 12.0)}] * RANKS, bubbles=each)
-    assert line["imbalance"]["measured"] == pytest.approx(4.0 / 2.5)  # of what is filled
+    assert line["imbalance"]["measured"] == pytest.approx(4.0 / 2.5)  # of the filled seconds
 
 
 def test_sections_say_what_ran_when_on_the_wall_clock():
@@ -473,7 +473,7 @@ def test_the_optimizer_s_figures_are_those_of_all_ranks():
     assert line["orthogonality_error"] == 0.27
     assert line["max_logits"] == [2.0, None, 0.5]
     assert (line["max_logit"], line["clipped_heads"], line["skipped_steps"]) == (2.0, 5, 2)
-    json.loads(json.dumps(line), parse_constant=pytest.fail)  # no infinity, which is not JSON
+    json.loads(json.dumps(line), parse_constant=pytest.fail)  # no infinity, which is not valid JSON
     drawn = scalars(line)
     assert (drawn["max_logits/layer_00"], drawn["max_logits/layer_02"]) == (2.0, 0.5)
     assert "max_logits/layer_01" not in drawn
@@ -496,7 +496,7 @@ def test_a_step_that_was_not_applied_has_no_figures():
 
 
 def test_the_planned_balance_is_that_of_the_vision_plan():
-    """The page of 256 patches is shared by two ranks at 0.85 of their speed each."""
+    """Two ranks share the page of 256 patches, each at 0.85 of its speed."""
     plan = global_plan(GRIDS_OF_STEP)
     line = line_of(plan, [step_spans(0, 5, 9, 12)] * RANKS)
     assert line["split_items"] == 1
@@ -505,7 +505,7 @@ def test_the_planned_balance_is_that_of_the_vision_plan():
         share = patches / 2 / 0.85 if item == 0 else patches
         loads[vision.rank[item] : vision.rank[item] + (2 if item == 0 else 1)] += share
     assert line["imbalance"]["predicted"] == pytest.approx(loads.max() / loads.mean())
-    assert loads.max() / loads.mean() < 2.7  # what the page alone would come to, unshared
+    assert loads.max() / loads.mean() < 2.7  # the ratio if the page were not shared
     assert sum(line["patches_per_rank"]["dep"]) == 256 + 80
     # Rows 0 to 7 belong to the replica whose first stage is rank 0.
     assert line["patches_per_rank"]["naive"] == [336, 0, 0, 0]

@@ -1,4 +1,4 @@
-"""Exposure equals a log of what a loader read, step by step, whatever happened on the way."""
+"""Compares exposure with a log of each step's reads, for every event during a run."""
 
 import json
 import shutil
@@ -42,12 +42,12 @@ ONE = ("layout.pp=1", "layout.vpp=1", "layout.dp=1", "layout.ep=1")
 
 
 class Made:
-    """A run folder as a training of 200 steps leaves it, and the log of what was read.
+    """Run folder of a training of 200 steps, and the log of its reads.
 
     Args:
-        change_at: step before which it goes over to a second source.
-        redact: step before which samples are redacted and the run is started again -> of the first
-            source, by numbers.
+        change_at: step before which the run adds a second source; 0: never.
+        redact: step before which samples are redacted and the run restarts -> numbers of samples
+            of the first source.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Made:
         planner = Planner(indices, data)
         self.begin(planner)
         state = planner.state_dict()
-        if change_at:  # so far with one source, and with its index alone
+        if change_at:  # until then with one source and only its index
             names = data.source_names[1:]
             planner = Planner(indices[1:], data.replace(sources=dict.fromkeys(names, 1.0)))
             state = planner.state_dict()
@@ -115,7 +115,7 @@ class Made:
         self.indices = planner.indices
 
     def begin(self, planner):
-        """Write what a start notes of its data."""
+        """Write the data records of a start."""
         sources = run_sources(self.config.data, planner.indices, [])
         (self.run / RUN_SOURCES).write_text(json.dumps(sources))
         (self.run / RUN_TOMBSTONES).write_text(json.dumps(planner.tombstones.record()))
@@ -128,7 +128,7 @@ class Made:
         (folder / MANIFEST).write_text(manifest.text())
 
     def logged(self, source, samples):
-        """(step, row, key) of samples by the log, a line for each time they were read."""
+        """Return the logged (step, row, key) of samples, one entry for each read."""
         index = next(one for one in self.indices if one.name == source)
         at = {
             (shard_of(index.shards[index.shard[n]].key), int(index.json_offset[n])): index.key_of(n)
@@ -140,7 +140,7 @@ class Made:
 
 
 def shard_of(key):
-    """The key under which a shard was written first, whatever was redacted in it since."""
+    """Return the key under which a shard was first written, despite later redactions."""
     return key.partition(".redacted-")[0].removesuffix(".tar")
 
 
@@ -173,7 +173,7 @@ def test_it_is_what_a_log_of_every_step_says(made):
 
 
 def shown_as_logged(made):
-    """`data show --step` with the run's config.yaml: what it drew, before and after the change."""
+    """Check that `data show --step` with the run's config.yaml shows what the run read."""
     config = str(made.run / "config.yaml")
     for step in (1, 89, 90, 100, FROM, STEPS):
         found = read_rows(config, (), step, range(1, 4))
@@ -188,7 +188,7 @@ def shown_as_logged(made):
 
 
 def test_a_run_whose_steps_were_not_changed_is_shown_as_it_was(made):
-    """A sample in quarantine, and a tombstone; with other keys it is the run that would be."""
+    """Covers a quarantined sample and a tombstone; other keys show a run that never happened."""
     config, overrides = str(made.run / "config.yaml"), ("data.seed=5",)
     for step, keys in ((FOUND + 80, ()), (FROM, ()), (FROM, overrides)):
         found = read_rows(config, keys, step, range(8))
@@ -198,7 +198,7 @@ def test_a_run_whose_steps_were_not_changed_is_shown_as_it_was(made):
 
 
 def test_a_run_that_went_over_to_other_data_is_planned_with_both(data_root, tmp_path):
-    """With a sample in quarantine before the numbers of its source moved, and checkpoints."""
+    """A sample is quarantined before its source's numbers move, and checkpoints exist."""
     made = Made(tmp_path, data_root, "data.vision_token_ratio=null", change_at=90)
     for index in made.indices:
         wanted = [index.key_of(n) for n in range(0, index.num_samples, 3)]
@@ -207,11 +207,11 @@ def test_a_run_that_went_over_to_other_data_is_planned_with_both(data_root, tmp_
         assert told(found) == made.logged(index.name, numbers)
         assert (min(use.step for use in found.uses) < 90) == (index.name == "words")
     shown_as_logged(made)
-    rmtree(made.run / "checkpoints" / "step_00000150")  # the one left numbers one source
+    rmtree(made.run / "checkpoints" / "step_00000150")  # the remaining one numbers one source
     for index in made.indices:
         found = exposure(made.run, {index.name: [index.key_of(n) for n in range(9)]})
         assert told(found) == made.logged(index.name, range(9))
-    later = goes_on_from(made, 60, tmp_path / "later")  # one source then, changed on the way
+    later = goes_on_from(made, 60, tmp_path / "later")  # it then had one source and changed later
     for index in made.indices:
         found = exposure(later, {index.name: [index.key_of(n) for n in range(9)]})
         assert told(found) == [use for use in made.logged(index.name, range(9)) if use[0] > 60]
@@ -227,7 +227,7 @@ def test_a_start_that_told_its_sources_and_failed_has_used_nothing(made, tmp_pat
 
 
 def goes_on_from(made, step, folder, *keys):
-    """A run folder whose steps begin after one of another run, which left nothing but its state."""
+    """Return a run folder that continues another run after `step` and keeps only its state."""
     copytree(made.run, folder)
     saved = made.run / "checkpoints" / f"step_{step:08d}" / MANIFEST
     state = json.loads(saved.read_text())["state"]["loader"]
@@ -246,7 +246,7 @@ KEEP = ("train.start_optimizer=keep", "train.start_from=gone/checkpoints/step_00
 
 @pytest.mark.parametrize("keys", [KEEP, ()], ids=["a stage that keeps all", "a run resumed there"])
 def test_a_run_goes_on_with_the_quarantine_of_the_run_before(made, tmp_path, keys):
-    """Neither's checkpoints are there any more."""
+    """The checkpoints of both runs are gone."""
     folder = goes_on_from(made, 60, tmp_path / "run", *keys)
     for index in made.indices:
         wanted = [index.key_of(n) for n in range(0, index.num_samples, 3)]
@@ -269,14 +269,14 @@ def test_a_run_goes_on_with_the_quarantine_of_the_run_before(made, tmp_path, key
 
 
 def test_parts_epochs_and_held_out_sources_are_told(data_root, tmp_path):
-    """Of texts that are split into several rows, in several epochs."""
+    """Texts are split into several rows, in several epochs."""
     copytree(data_root, tmp_path / "corpus")
     sources = "data.sources={words: 1, words_heldout: 1}"
     keys = (f"data.root={tmp_path / 'corpus'}", sources, "data.vision_token_ratio=null")
     config = load_config("tiny_cpu", [*SMALL, *ONE, *keys])
     store, data = FolderStore(tmp_path / "corpus"), config.data
     indices = [read_index(store, name) for name in data.source_names]
-    held = [read_index(store, "pictures_heldout")]  # of an earlier start alone
+    held = [read_index(store, "pictures_heldout")]  # only in an earlier start
     (tmp_path / "config.yaml").write_text(dump_config(config))
     (tmp_path / RUN_SOURCES).write_text(json.dumps(run_sources(data, indices, held)))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 40}\n')
@@ -303,7 +303,7 @@ def test_parts_epochs_and_held_out_sources_are_told(data_root, tmp_path):
 
 
 def test_steps_that_metrics_do_not_know_count(made, tmp_path):
-    """The disk was full, or the file is lost: status.json and checkpoints are further."""
+    """If the disk was full or the file is lost, status.json and checkpoints know later steps."""
     run, wanted = copytree(made.run, tmp_path / "run"), {"words": ["w0001", "w0003"]}
     all_of_it = exposure(run, wanted)
     assert all_of_it.uses
@@ -312,14 +312,14 @@ def test_steps_that_metrics_do_not_know_count(made, tmp_path):
     assert replace(exposure(run, wanted), first=1) == all_of_it
     rmtree(run / "checkpoints")
     assert replace(exposure(run, wanted), first=1) == all_of_it
-    # A run that did no step of its own says how far the run was that it goes on from.
+    # A run without steps of its own reports the step of the run that it continues.
     write_status(run, Status("running", 60))
     note_beginning(run, {"step": 60}, "other")
     assert (exposure(run, wanted).last, exposure(run, wanted).uses) == (0, [])
 
 
 def test_a_validation_before_the_first_step_is_told(made, data_root, tmp_path):
-    """The run saw held-out sources, and did no step."""
+    """The run read held-out sources but did no step."""
     run = copytree(made.run, tmp_path / "run")
     rmtree(run / "checkpoints")
     (run / "metrics.jsonl").unlink()
@@ -355,7 +355,7 @@ def test_a_damaged_list_of_sources_is_told(made, tmp_path, text):
 
 
 def test_a_held_out_source_is_not_believed_to_be_what_it_was(data_root, tmp_path):
-    """Its manifest says so (`made_as`), and holds other data."""
+    """The manifest claims so (`made_as`), but the source holds other data."""
     root, run = copytree(data_root, tmp_path / "corpus"), tmp_path / "run"
     keys = (f"data.root={root}", "data.sources={words: 1}", "data.vision_token_ratio=null")
     config, store = load_config("tiny_cpu", [*SMALL, *ONE, *keys]), FolderStore(root)
@@ -374,7 +374,7 @@ def test_a_held_out_source_is_not_believed_to_be_what_it_was(data_root, tmp_path
 
 
 def test_of_a_source_that_is_gone_nothing_is_told(made, tmp_path):
-    """Whether the run drew from it, or from another one that holds its shards."""
+    """The run drew from the missing source, or from another source that holds its shards."""
     copytree(made.root, tmp_path / "corpus")
     copytree(made.run, tmp_path / "run")
     text = (tmp_path / "run" / "config.yaml").read_text()
@@ -385,7 +385,7 @@ def test_of_a_source_that_is_gone_nothing_is_told(made, tmp_path):
     wanted = {index.name: [index.key_of(0)]}
     assert exposure(tmp_path / "run", wanted).uses
     manifest = tmp_path / "corpus" / index.name / "manifest.json"
-    manifest.rename(tmp_path / "manifest.json")  # its shards stay: `again` needs them
+    manifest.rename(tmp_path / "manifest.json")  # its shards stay, because `again` needs them
     gone = rf"cannot be told: it drew from {index.name}, not under .* any more"
     for asked in (wanted, {"again": [index.key_of(0)]}):
         with pytest.raises(ValueError, match=gone):
@@ -427,14 +427,14 @@ def test_a_run_that_was_changed_on_the_way_is_refused(made, tmp_path):
         exposure(made.run, {name: ["nobody"]})
 
 
-# Samples of the first source that were redacted before steps 61 and 151, and after the end.
+# Samples of the first source redacted before steps 61 and 151, and after the end.
 BEFORE_61, BEFORE_151, AT_THE_END = [7, 3], [1], [0]
 REDACTED = [*BEFORE_61, *BEFORE_151, *AT_THE_END]
 
 
 @pytest.fixture(scope="module")
 def redacted(data_root, tmp_path_factory):
-    """A run that was stopped twice for redactions, where its checkpoints were saved."""
+    """Return a run that was stopped twice for redactions, at its checkpoints."""
     folder = tmp_path_factory.mktemp("redacted")
     made = Made(folder, data_root, redact={61: BEFORE_61, 151: BEFORE_151})
     erase(made.root, made, AT_THE_END)
@@ -447,7 +447,7 @@ def erase(root, made, samples):
 
 
 def copied(made, folder, root=None, keeps_checkpoints=True):
-    """A copy of the run, which reads another root if one is given."""
+    """Return a copy of the run; with `root`, the copy reads that root."""
     run = folder / "run"
     copytree(made.run, run)
     if root is not None:
@@ -459,7 +459,7 @@ def copied(made, folder, root=None, keeps_checkpoints=True):
 
 
 def assert_as_logged(made, run):
-    """Exposure of the redacted samples, and rows that never held one that cannot be shown."""
+    """Check the exposure of the redacted samples, and that rows without them can be shown."""
     index = made.indices[0]
     logged = made.logged(index.name, REDACTED)
     assert told(exposure(run, {index.name: [index.key_of(n) for n in REDACTED]})) == logged
@@ -502,7 +502,7 @@ def test_without_the_record_of_redactions_nothing_is_told(redacted, made, tmp_pa
 
 
 def test_a_list_that_changed_after_the_end_changes_nothing(made, tmp_path):
-    """Lines that came later, a line that went, and a list that is not there any more."""
+    """Lines were added later, a line was removed, or the list is gone."""
     index, gone = made.indices[-1], str(made.root / "gone.jsonl")
     keys = [index.key_of(n) for n in range(9)]
     late = tmp_path / "list.jsonl"
@@ -520,7 +520,7 @@ def test_a_list_that_changed_after_the_end_changes_nothing(made, tmp_path):
 
 
 def test_an_anomaly_is_shown_as_the_run_had_it(redacted, tmp_path):
-    """Other samples were redacted since, and the list has another line of that very step."""
+    """Other samples were redacted since, and the list has a new line for this very step."""
     run = copied(redacted, tmp_path)
     manifest = json.loads((run / "checkpoints" / "step_00000060" / MANIFEST).read_text())
     planner, _ = replay(run, load_config(run / "config.yaml"), FolderStore(redacted.root))

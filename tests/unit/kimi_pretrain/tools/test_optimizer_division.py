@@ -1,4 +1,4 @@
-"""A whole job's division: against brute force on a toy, against bounds on the shipped layouts."""
+"""Compares a job's division with brute force on a toy and with bounds on the shipped layouts."""
 
 import itertools
 
@@ -40,7 +40,7 @@ def size(name: str, *shape: int, itemsize: int = 4) -> TensorSize:
 
 
 def toy_groups() -> list[PlannedGroup]:
-    """Two stages of two ranks, two slices of one expert each: every kind of group."""
+    """Return every kind of group for two stages of two ranks and two slices of one expert each."""
     groups = [
         PlannedGroup(
             "encoder",
@@ -113,7 +113,7 @@ def test_least_possible_is_below_every_division_and_ours_is_close():
 
 
 def test_traffic_is_that_of_a_ring():
-    """Over the job every copy but one is sent once, gradients in fp32, weights as they are."""
+    """A job sends each copy but one once, gradients in fp32 and weights in their own type."""
     groups = [
         PlannedGroup(
             "dense", (0, 1, 2), (size(f"{LAYERS}0.input_layernorm.weight", 5, itemsize=2),)
@@ -147,7 +147,7 @@ def test_balance_counts_all_ranks():
 
 
 def one_t(replicas: int) -> Division:
-    """Two stages of the 1T model with two layers each, 16 x `replicas` ranks a stage."""
+    """Return two stages of the 1T model, with two layers and 16 x `replicas` ranks each."""
     config, shape = presets.preset("kimi_k25_1t")
     encoder = tuple(presets.encoder(config))
     groups = [PlannedGroup("encoder", tuple(range(32 * replicas)), encoder)]
@@ -162,8 +162,9 @@ def one_t(replicas: int) -> Division:
 
 @pytest.mark.parametrize("replicas", [1, 2, 8])
 def test_experts_even_out_what_large_matrices_leave(replicas):
-    """With several copies of each expert, ranks that have an o_proj are given fewer experts; else
-    they would be busier than the others by all of it.
+    """Ranks with an o_proj are given fewer experts if each expert has several copies.
+
+    Otherwise they would be busier than the others by the whole matrix.
     """
     division = one_t(replicas)
     assert max(load.flops for load in division.loads) <= 1.06 * least_possible(division)
@@ -180,7 +181,7 @@ def test_experts_even_out_what_large_matrices_leave(replicas):
 
 
 def test_advice_names_the_cause():
-    """At 16 copies of an expert, an o_proj is more than a rank's mean share."""
+    """With 16 copies of an expert, one o_proj exceeds a rank's mean share."""
     summary = summarise(one_t(replicas=16), [(4, 5), (6, 7)])
     assert summary.flops.ratio > 1.15
     text = "\n".join(advice(summary))

@@ -1,4 +1,4 @@
-"""The pictures: written, of a sensible size, and drawn from the numbers they are given."""
+"""Tests that plots are written, have a sensible size, and show the numbers they are given."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def lines(steps: int, media: bool = True) -> list[dict]:
 
 
 def by_source(steps: int, first: int = 1, **extra) -> list[dict]:
-    """Two sources, the second from step 3 on, with the loss of each step `step + number`."""
+    """Return steps with two sources, the second from step 3 on; losses are `step + number`."""
     return [
         {
             "step": step,
@@ -61,7 +61,7 @@ def trace(ranks: int) -> dict:
 def whole_step(
     ranks: int = 4, *, memory: bool = True, exposed: bool = True, backbone: float = 4e6
 ) -> dict:
-    """A step as `write_trace` writes it; the backbone of rank 0 is interrupted once."""
+    """Return a step as `write_trace` writes it; the backbone of rank 0 is interrupted once."""
     lengths = {
         "1 wait for data": 1e4, "prepare": 2e5, "2 vision forward": 9e5, "3 hand-over": 2e5,
         "4 backbone": backbone, "5 hand-back": 2e5, "6 vision backward": 1.8e6,
@@ -97,7 +97,7 @@ def test_pictures_are_written(tmp_path, steps):
     for name in ("new/loss.png", "dep.png", "time.png", "optimizer.png"):
         pixels = picture(tmp_path / name)
         assert min(pixels.shape[:2]) > 300
-        # Blank paper and axes alone have a handful of greys.
+        # Blank paper and axes alone have only a few greys.
         assert len(np.unique(pixels[::5, ::5].reshape(-1, 3), axis=0)) > 20
 
 
@@ -110,7 +110,7 @@ def test_the_same_numbers_give_the_same_picture_and_others_another(tmp_path):
 
 
 def near(pixels: np.ndarray, colour: str) -> int:
-    """How many pixels have a colour, "#rrggbb", or nearly."""
+    """Count the pixels close to a colour, "#rrggbb", within 6 per channel."""
     wanted = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
     return int((np.abs(pixels.astype(int) - wanted).max(axis=2) <= 6).sum())
 
@@ -127,7 +127,7 @@ def test_the_timeline_marks_what_is_exposed_and_the_memory(tmp_path):
     assert not near(drawn("hidden", whole_step(exposed=False)), EXPOSED)
     plain = drawn("plain", whole_step(memory=False))
     assert plain.shape[1] < whole.shape[1]  # no second panel
-    # Twice the memory of the first stage is another picture.
+    # Twice the memory of the first stage gives another picture.
     more = whole_step()
     for event in more["traceEvents"]:
         if event.get("args", {}).get("first stage"):
@@ -165,16 +165,16 @@ def test_work_in_bubbles_is_drawn_inside_the_backbone(tmp_path, monkeypatch):
     monkeypatch.setattr(Axes, "set_yticks", spy_ticks)
     timeline_plot({"traceEvents": kept}, tmp_path / "time.png")
     inside = [(row, length) for row, height, length in bars if height == 0.42]
-    each = [200.0, 100.0, 100.0]  # the two that touch are one
+    each = [200.0, 100.0, 100.0]  # the two adjacent ones are merged
     assert inside == [(row, pytest.approx(length)) for row in (0, 2, 3) for length in each]
     assert "rank 0\nfilled 1.25 s\nwasted 0.50 s\noverrun 0.00 s" in labels
-    assert labels.count("rank 1") == 2  # with its seconds none
+    assert labels.count("rank 1") == 2  # its labels show no seconds
     pixels = picture(tmp_path / "time.png")
     assert all(near(pixels, PHASES[name]) > 200 for name in ("4 backbone", *names))
 
 
 def optimizer_lines(steps: int, **changes) -> list[dict]:
-    """Steps of a run with three layers; the second grows until QK-Clip holds it at 100."""
+    """Return steps of three layers; QK-Clip holds the second one's growing logits at 100."""
     made = []
     for step in range(1, steps + 1):
         grown = min(100.0, 3.0 * step)

@@ -1,4 +1,4 @@
-"""Advice that can be taken; what is predicted is held to the plan in test_plan_command.py."""
+"""Tests that the advice is usable; test_plan_command.py compares predictions with the plan."""
 
 import re
 
@@ -10,7 +10,7 @@ EIGHT_RANKS = ["layout.dp=4", "data.rows_per_step=32"]
 
 
 def test_the_advised_split_is_one_that_the_configuration_takes():
-    """A node has eight ranks, but the encoder four heads to divide among them."""
+    """A node has eight ranks, but the encoder has only four heads to divide among them."""
     config = load_config("tiny_cpu", EIGHT_RANKS)
     step = Prediction(
         step=1, items=9, patches=300, tokens=200, vision_tokens=75, loads={}, own=Load(1.0, 8.0),

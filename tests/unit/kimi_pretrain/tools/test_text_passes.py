@@ -1,4 +1,4 @@
-"""Passes of a pipeline as `plan --step` prices them, against sums written out layer by layer."""
+"""Compares the pass costs of `plan --step` with layer-by-layer sums."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ BASE = (
     "data.rows_per_step=16", "data.seq_len=128", "dep.flops_per_second=1e9",
     "dep.ranks_per_node=2", "train.rows_per_microbatch=2", "data.limits={image: 256, frame: 64}",
 )  # fmt: skip
-LAYERS = [1, 2, 3, 4]  # the first is dense; two on each stage
+LAYERS = [1, 2, 3, 4]  # the first is dense; each stage has two
 MEASURED = (
     "dep.pass_cost={embedding_forward: 1.0e-3, embedding_backward: 2.0e-3, dense_forward: 3.0e-3, "
     "dense_backward: 5.0e-3, expert_forward: 7.0e-3, expert_backward: 11.0e-3, "
@@ -40,12 +40,12 @@ def passes(config: Config, **traffic: float) -> list[np.ndarray]:
 
 
 def longer(config: Config, **traffic: float) -> list[np.ndarray]:
-    """How much longer passes are than with exchanges that take no time, forward and backward."""
+    """Return the extra time of passes over those with free exchanges, forward and backward."""
     return [slow - fast for slow, fast in zip(passes(config, **traffic), passes(config))]
 
 
 def test_a_frozen_language_model_has_no_gradients_of_weights():
-    """Of every product the gradient of its input is left; attention has no weights."""
+    """Each product keeps only the gradient of its input; attention has no weights."""
     free, frozen = config_of(), config_of(FROZEN)
     model, tokens = free.model.language, 128
     dense, moe, head = active_parameters(model)
@@ -68,7 +68,7 @@ def test_a_frozen_language_model_has_no_gradients_of_weights():
     assert np.array(routed_seconds(frozen)) == pytest.approx(
         2 * routed / 1e9 * np.array([layers, layers])
     )
-    measured = config_of(FROZEN, MEASURED)  # its passes were measured frozen
+    measured = config_of(FROZEN, MEASURED)  # its passes were measured with frozen weights
     share = routed / (2 * tokens * moe + 2 * tokens * keys)
     assert routed_seconds(measured)[1] == pytest.approx(layers * share * 11e-3)
     assert pass_seconds(measured)[1] == pytest.approx([2e-3 + 5e-3 + 11e-3, 2 * 11e-3 + 17e-3])
@@ -77,7 +77,7 @@ def test_a_frozen_language_model_has_no_gradients_of_weights():
 def test_measured_passes_of_other_rows_take_as_long_a_row():
     as_run, of_four = config_of(MEASURED), config_of(MEASURED, "dep.pass_cost.rows=4")
     for whole, half in zip(pass_seconds(as_run), pass_seconds(of_four)):
-        assert half == pytest.approx(whole / 2)  # two rows a microbatch here
+        assert half == pytest.approx(whole / 2)  # this run has two rows per microbatch
     for whole, half in zip(routed_seconds(as_run), routed_seconds(of_four)):
         assert half == pytest.approx(whole / 2)
     assert operation_seconds(of_four) == pytest.approx(operation_seconds(as_run) / 2)
@@ -85,17 +85,17 @@ def test_measured_passes_of_other_rows_take_as_long_a_row():
 
 
 def exchanges_of_tp(config: Config) -> tuple[list[float], list[float]]:
-    """Numbers a token of every exchange of a layer among tensor-parallel ranks, but shared rows'.
+    """Return the numbers per token of each TP exchange of a layer, without those of shared rows.
 
-    By reading Megatron-Core's layers: a column-parallel product gathers its input, a row-parallel
-    one scatters the sum of its output.
+    The counts follow Megatron-Core's layers: a column-parallel product gathers its input, and a
+    row-parallel product scatters the sum of its output.
     """
     model, train = config.model.language, config.train
     hidden, query = model.hidden_size, model.q_lora_rank or model.hidden_size
     column = [query] if config.layout.cp > 1 else [query, model.kv_lora_rank]
     rotary = [] if config.layout.cp > 1 else [model.qk_rope_dim]
     forward = [*column, *rotary, hidden, hidden, hidden]  # attention's output, MLP in and out
-    backward = forward.copy()  # their gradients the other way
+    backward = forward.copy()  # gradients go the other way
     if "language_model" not in train.frozen:
         backward += [*column, hidden]  # inputs again, for gradients of weights
     if "mla_up" in train.recompute:
@@ -136,11 +136,11 @@ def test_context_parallel_ranks_gather_latents_and_project_the_whole_row(more):
     model, rate, latency = config.model.language, 1e6, 0.01
     row = 256 * (model.kv_lora_rank + model.qk_rope_dim) * 4
     remade = "mla_up" in config.train.recompute
-    forward, backward = longer(config, network=rate, latency=latency)  # four ranks, two a node
+    forward, backward = longer(config, network=rate, latency=latency)  # four ranks, two per node
     each = row * 3 / 4 / rate + latency
     assert forward == pytest.approx([4 * each])
     assert backward == pytest.approx([4 * each * (1 + remade)])
-    # The rest against passes that are a quarter of the whole: keys and values of all the row.
+    # The rest equals a quarter of the whole passes, except keys and values of the entire row.
     plain = [whole / 4 for whole in pass_seconds(config_of("layout.dp=1", "layout.pp=1", *more))]
     project = 2 * 256 * model.kv_lora_rank * model.num_heads * (model.qk_nope_dim + model.v_dim)
     project /= 1e9
@@ -159,7 +159,7 @@ def test_ranks_that_share_rows_both_ways_gather_latents_in_two_rounds():
                        "dep.ranks_per_node=2")  # fmt: skip
     model = config.model.language
     row = 256 * (model.kv_lora_rank + model.qk_rope_dim) * 4
-    forward, _ = longer(config, network=1e6)  # of the four ranks two are near
+    forward, _ = longer(config, network=1e6)  # two of the four ranks are on one node
     assert forward == pytest.approx([4 * row / 2 / 2 / 1e6])
     forward, _ = longer(config, node=1e6)
     numbers = sum(exchanges_of_tp(config)[0])
@@ -185,7 +185,7 @@ def test_what_is_computed_again_takes_what_it_reads_writes_and_multiplies(frozen
         query = model.q_lora_rank * model.num_heads * (model.qk_nope_dim + model.qk_rope_dim)
         keys = model.kv_lora_rank * model.num_heads * (model.qk_nope_dim + model.v_dim)
         up[number // 2] += 2 * 256 * (query + keys) / 1e9
-    assert (swiglu.sum() > 0) == (not frozen)  # nothing keeps it: no product with trained weights
+    assert (swiglu.sum() > 0) == (not frozen)  # without trained weights no product keeps it
     for kinds, wanted in (
         ("norms", norms), ("swiglu", swiglu), ("mla_up", up), ("norms, mla_up", norms + up)
     ):  # fmt: skip
@@ -211,7 +211,7 @@ def test_passes_wait_for_what_is_on_its_way_to_the_host():
     config = config_of("train.offload=true", "train.offload_min_mib=0")
     per_pass = []
     for stage, (layers, _) in enumerate(config.chunks()):
-        weights = [1]  # one chunk a stage
+        weights = [1]  # one chunk per stage
         (in_flight,) = microbatches_in_flight(config, stage, weights)
         per_pass.append(host_bytes(config)[stage] / in_flight)
         assert len(layers) == 2
@@ -224,7 +224,7 @@ def test_passes_wait_for_what_is_on_its_way_to_the_host():
 
 
 def test_the_bound_is_below_the_timeline_and_near_it():
-    """In a grid of schedules with random passes."""
+    """Covers a grid of schedules with random passes."""
     random = np.random.default_rng(0)
     for stages, vpp, microbatches in ((1, 1, 3), (2, 1, 8), (4, 1, 4), (2, 2, 8), (4, 2, 16)):
         layout = (f"layout.pp={stages}", f"layout.vpp={vpp}", "layout.dp=1",
@@ -237,4 +237,4 @@ def test_the_bound_is_below_the_timeline_and_near_it():
                 one = type(pipeline)(pipeline.schedule, forward, backward, send)
                 assert 0.5 * one.line().total < one.least() <= one.line().total * (1 + 1e-12)
     even = type(pipeline)(pipeline.schedule, np.ones(8), np.ones(8), 0.0)
-    assert even.least() == 16 * 2 * 2 + 3 * 2  # and the last stage waits for three others
+    assert even.least() == 16 * 2 * 2 + 3 * 2  # the last stage also waits for the three others

@@ -1,4 +1,4 @@
-"""The comparison of two steps: what is rounding passes, what is not is told with its name."""
+"""Tests the comparison of two steps: rounding errors pass, other differences fail by name."""
 
 import json
 import math
@@ -118,7 +118,7 @@ def test_rounding_passes_and_ten_times_as_much_does_not():
 
 
 def test_one_wrong_parameter_fails_its_group_alone():
-    """Of the 6 tensors of the norms the smallest is wrong, by a part that drowns in the group."""
+    """The smallest of the 6 norm tensors is wrong, by an amount too small to show in the group."""
     wrong = gradients()
     name = LAYER + "self_attn.q_a_layernorm.weight"
     wrong[name] = wrong[name] + 1e-3 * torch.ones(5, 7)
@@ -246,7 +246,7 @@ def test_gradients_come_back_from_the_files_of_all_ranks(tmp_path):
         mine = ((name, whole[name]) for name in names[rank::3])
         write_gradients(tmp_path, rank, mine, limit=300)
     files = list(tmp_path.glob("*.safetensors"))
-    assert len(files) > 2 * 3  # 140 bytes each: the third one closes a file
+    assert len(files) > 2 * 3  # 140 bytes each, so the third one closes a file
     found = GradientFiles(tmp_path)
     assert sorted(found) == sorted(names)
     assert all(torch.equal(found[name], whole[name]) for name in names)

@@ -1,4 +1,4 @@
-"""Two runs compared: what must be the same, what differs first, and what is said of it."""
+"""Tests the comparison of two runs: required equality, the first difference, and its report."""
 
 import json
 import math
@@ -46,7 +46,7 @@ def line(step: int, **changes) -> dict:
 
 
 def trace(steps=(1, 2, 3, 4), tensors=TENSORS, state=STATE, resumed=None, **lines) -> Trace:
-    """A run; `lines` are changes by step, such as step3={"loss": 1.0}."""
+    """Return the trace of a run; `lines` change single steps, such as step3={"loss": 1.0}."""
     return Trace(
         lines={step: line(step, **lines.get(f"step{step}", {})) for step in steps},
         samples={step: f"plan {step}" for step in steps},
@@ -67,7 +67,7 @@ def test_one_run_is_itself():
     assert (comparison.steps, comparison.tensors) == (2, 5)
     assert comparison.numbers == 2 * len(numbers_of(line(3)))
     assert differences(comparison) == []
-    assert compare(trace(steps=(3, 4)), trace(), 2).passed  # in a folder of its own
+    assert compare(trace(steps=(3, 4)), trace(), 2).passed  # in its own folder
 
 
 def test_what_was_measured_does_not_count():
@@ -115,7 +115,7 @@ def test_every_tensor_and_the_state_count():
     fewer = {name: digest for name, digest in TENSORS.items() if name != HEAD}
     for pair in ((trace(tensors=fewer), trace()), (trace(), trace(tensors=fewer))):
         assert compare(*pair, 2).end_tensors == (HEAD,)
-        assert not compare(*pair, 2, lambda name: pytest.fail(name)).passed  # nobody has both
+        assert not compare(*pair, 2, lambda name: pytest.fail(name)).passed  # only one run has it
 
 
 def test_nothing_compared_is_no_pass():
@@ -245,7 +245,7 @@ def test_another_layout_may_round_and_nothing_else():
     for errors in ((0.0, math.nan), (math.nan, 0.0)):
         assert not replace(found, loss_errors=errors).passed
     assert not compare_layouts(rounded, trace(), 2, "float64").passed
-    # The first step starts from the same weights: there rounding explains less.
+    # The first step starts from the same weights, so rounding explains less there.
     assert not compare_layouts(trace(step3={"loss": 1.7}), trace(), 2, "float32").passed
     early = trace(step3={"loss": 5.0 / 3 * (1 + 5e-4)})
     assert not compare_layouts(early, trace(), 2, "float32").passed
@@ -263,7 +263,7 @@ HELDOUT = {"step": 4, "loss": 3.0, "loss_tokens": 70, "loss_by_source": {"words"
 
 
 def test_held_out_losses_count():
-    """To the bit; in another layout but for rounding."""
+    """Held-out losses must be bit-identical; in another layout they may differ by rounding."""
     whole = trace(step4={"heldout": HELDOUT | {"seconds": 1.0}})
     assert compare(trace(step4={"heldout": HELDOUT | {"seconds": 2.0}}), whole, 2).passed
     for change in (
@@ -293,7 +293,7 @@ def test_a_trace_is_what_a_run_left(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     found = read_trace(tmp_path)
     assert dict(found.lines) == {3: lines[0], 4: lines[1]}
-    validated = [HELDOUT | {"step": 2}, HELDOUT]  # one of before the first step here
+    validated = [HELDOUT | {"step": 2}, HELDOUT]  # the first one is from before the first step here
     (tmp_path / "heldout.jsonl").write_text("".join(json.dumps(one) + "\n" for one in validated))
     found = read_trace(tmp_path)
     assert dict(found.lines) == {3: lines[0], 4: lines[1] | {"heldout": HELDOUT}}

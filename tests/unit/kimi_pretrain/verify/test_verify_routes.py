@@ -1,4 +1,4 @@
-"""Choices of experts: margins by brute force, and what counts as a tie."""
+"""Compares margins of expert choices with brute force, and tests which choices count as ties."""
 
 import math
 
@@ -30,7 +30,7 @@ def test_no_choice_and_one_expert_twice_have_no_margin():
     scores = torch.tensor([[0.5, 0.5, 0.1]])
     assert math.isnan(margins(scores, torch.tensor([[-1, -1]])))
     assert math.isnan(margins(scores, torch.tensor([[1, 1]])))
-    assert margins(scores, torch.tensor([[0, 1, 2]])) == math.inf  # there is no other
+    assert margins(scores, torch.tensor([[0, 1, 2]])) == math.inf  # no other expert is left
 
 
 @pytest.mark.parametrize(
@@ -39,10 +39,10 @@ def test_no_choice_and_one_expert_twice_have_no_margin():
         ([0.6, 0.5, 0.500001, 0.1], [0, 1], 1e-6, True),
         ([0.6, 0.5, 0.5, 0.1], [0, 2], 0.0, True),
         ([0.6, 0.5, 0.5001, 0.1], [0, 1], 1e-6, False),  # no tie in this run
-        ([0.6, 0.5, 0.500001, 0.1], [0, 1], 1e-3, False),  # no tie in the other
-        ([0.6, 0.5, 0.500001, 0.1], [0, 1], -1e-7, False),  # its own scores say another
+        ([0.6, 0.5, 0.500001, 0.1], [0, 1], 1e-3, False),  # no tie in the other run
+        ([0.6, 0.5, 0.500001, 0.1], [0, 1], -1e-7, False),  # its own scores select other experts
         ([0.6, 0.5, 0.500001, 0.1], [0, 3], 1e-6, False),  # a third expert
-        ([0.6, 0.5, 0.500001, 0.1], [-1, -1], math.nan, False),  # nobody told
+        ([0.6, 0.5, 0.500001, 0.1], [-1, -1], math.nan, False),  # no scores were recorded
         ([0.6, 0.5, 0.500001, 0.1], [0, 0], 1e-6, False),  # one expert twice
     ],
 )

@@ -1,4 +1,4 @@
-"""Small copies of configurations: sound, small, with every mechanism left on; and the two jobs."""
+"""Tests small copies of configurations, which keep every mechanism, and their two jobs."""
 
 import pytest
 import yaml
@@ -61,7 +61,7 @@ def test_a_layout_that_fits_stays():
 @pytest.mark.parametrize("overrides", [[], *CASES.values()], ids=["as it is", *CASES])
 @pytest.mark.parametrize("processes", [2, 4, 8])
 def test_what_is_told_is_what_was_changed(overrides, processes):
-    """Every change as an override of the original gives the small configuration."""
+    """All changes, as overrides of the original, give the small configuration."""
     config = load_config("kimi_k25_1t", overrides)
     found = shrink(config, processes, tokenizer_size=1000)
     told = [f"{change.key}={yaml.safe_dump(change.new)}" for change in found.changes]
@@ -100,7 +100,7 @@ def test_the_vocabulary_holds_the_tokenizer():
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_any_picture_fits_a_chunk(preset):
-    """Every size of image and video frame up to the limits and well over them."""
+    """Covers sizes of images and video frames up to the limits and well beyond."""
     import numpy as np
 
     from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO, grids

@@ -1,4 +1,4 @@
-"""`kimi-pretrain checkpoint ...` as a person runs it: what is printed, and the exit codes."""
+"""Tests `kimi-pretrain checkpoint ...` from the command line: its output and exit codes."""
 
 import json
 from pathlib import Path
@@ -110,7 +110,7 @@ USES = {
 
 @pytest.mark.parametrize(("use", "where"), [*((use, "tensor") for use in USES), ("diff", "header")])
 def test_what_verify_calls_damaged_goes_nowhere(checkpoint, tmp_path, use, where):
-    """One flipped bit: exported, imported or compared it would look like any other number."""
+    """After an export, import or comparison, a flipped bit would look like any other number."""
     write_folder(tmp_path / "alone", language_alone(random_weights(CONFIG)))
     file = next(Path(checkpoint).glob("rank_*.safetensors"))
     raw = bytearray(file.read_bytes())

@@ -1,4 +1,4 @@
-"""FP8 in blocks: as transformers reads it, and block by block where a matrix has an edge."""
+"""Compares FP8 blocks with transformers, and block by block where a matrix has an edge."""
 
 import re
 
@@ -14,16 +14,16 @@ from tests.unit.kimi_pretrain.weights.weight_folders import (
     write_folder,
 )
 
-# Such as K2's: attention, dense and expert matrices, neither router, embedding, head nor norms.
+# K2's choice: attention, dense and expert matrices, but no router, embedding, head or norm.
 QUANTISED = re.compile(r"(_proj|_proj_with_mqa|q_proj)\.weight$")
 STATED = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 
 
 def random(rows: int, width: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Any finite number of the type, and scales of either sign."""
+    """Draw any finite FP8 numbers, and scales of either sign."""
     draw = torch.Generator().manual_seed(seed)
     bits = torch.randint(0, 256, (rows, width), generator=draw).to(torch.uint8)
-    bits[(bits & 127) == 127] = 0  # the two that are no numbers
+    bits[(bits & 127) == 127] = 0  # the two codes for NaN
     scale = torch.randn(fp8.scale_shape((rows, width)), generator=draw)
     return bits.view(fp8.DTYPE), scale
 
@@ -35,7 +35,7 @@ def by_hand(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_transformers_agrees(dtype):
-    from transformers.integrations.finegrained_fp8 import Fp8Dequantize  # seconds
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize  # slow import
 
     weight, scale = random(384, 256)
     theirs = Fp8Dequantize(None)._dequantize_one(weight, scale, output_dtype=dtype)
@@ -44,13 +44,13 @@ def test_transformers_agrees(dtype):
 
 @pytest.mark.parametrize("shape", [(200, 130), (64, 300), (128, 1), (576, 129)])
 def test_blocks_at_an_edge_are_smaller(shape):
-    """As of K2's kv_a_proj_with_mqa, of 576 rows."""
+    """K2's kv_a_proj_with_mqa, for example, has 576 rows."""
     weight, scale = random(*shape)
     assert torch.equal(fp8.dequantize(weight, scale), by_hand(weight, scale))
 
 
 def folder_of(path, config, change=None):
-    """A language model in FP8 under K2's names; and what it comes to."""
+    """Return a language model in FP8 under K2's names, and the values that it stands for."""
     stored, meant = {}, {}
     for name, tensor in language_alone(random_weights(config, torch.bfloat16)).items():
         stored[name] = tensor
@@ -73,7 +73,7 @@ def test_a_released_model_is_read(tmp_path):
     assert sum(len(sources) == 2 for sources in weights.sources.values()) > 10
     for name, tensor in meant.items():
         found = weights.read(f"language_model.{name}", torch.bfloat16)
-        if not name.endswith("e_score_correction_bias"):  # which is float32 here and there
+        if not name.endswith("e_score_correction_bias"):  # which is float32 in both
             assert torch.equal(found, tensor.bfloat16()), name
 
 

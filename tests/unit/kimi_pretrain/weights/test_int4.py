@@ -1,4 +1,4 @@
-"""INT4 of compressed-tensors: its layout number by number, and what the library itself makes."""
+"""Compares INT4 of compressed-tensors with its documented layout and with the library's output."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from kimi_pretrain.weights import int4
 from kimi_pretrain.weights.compatibility import check_scheme
 from tests.unit.kimi_pretrain.weights.weight_folders import dequantized_by_hand
 
-# What compressed-tensors 0.20.0 makes of `ramp()`: observer "minmax", groups of 32, symmetric.
+# Output of compressed-tensors 0.20.0 for `ramp()`: observer "minmax", groups of 32, symmetric.
 PACKED = [
     [1127358737, -2022283948, -1146447480, -1122868, *[-2004318072] * 4],
     [-2012706680, *[-2004318072] * 3, 1126310159, -2023332540, -878007928, -1118772],
@@ -16,7 +16,7 @@ SCALE = [[2.140625, 0.0078125], [0.400390625, 1.0]]
 
 
 def ramp():
-    """Two rows of two groups: a ramp, zeros, one number alone, and halves, which round to even."""
+    """Return two rows of two groups: a ramp, zeros, one number, and halves that round to even."""
     up = torch.arange(32) - 16.0
     alone = torch.zeros(32)
     alone[5] = -3.0
@@ -41,7 +41,7 @@ def test_dequantizing_gives_what_the_layout_says(std):
 
 
 def test_any_word_and_scale_is_read_as_the_layout_says():
-    """Sign bits, negative scales: not only what `quantize` writes."""
+    """Covers sign bits and negative scales, beyond the output of `quantize`."""
     generator = torch.Generator().manual_seed(1)
     packed = torch.randint(-(2**31), 2**31 - 1, (5, 8), generator=generator).to(torch.int32)
     scale = torch.randn(5, 2, generator=generator).bfloat16()
@@ -53,7 +53,7 @@ def test_quantizing_costs_half_a_step_at_most():
     weight = random(16, 128)
     packed, scale = int4.quantize(weight)
     gap = (int4.dequantize(packed, scale).float() - weight.float()).unflatten(1, (-1, 32)).abs()
-    # A little more, because scales and weights are bfloat16 themselves.
+    # A little more than half a step, because scales and weights are bfloat16.
     assert (gap <= 0.57 * scale.float()[:, :, None] + 1e-6).all()
 
 

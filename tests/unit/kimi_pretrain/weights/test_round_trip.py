@@ -1,4 +1,4 @@
-"""Out and in again: no bit changes; what config.json says; how much is in memory."""
+"""Tests export and import: equal bits, the content of config.json, and bounded memory."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ from tests.unit.kimi_pretrain.weights.weight_folders import (
 
 
 def imported(tmp_path, config, weights, **written):
-    """A checkpoint of the weights, made by an import."""
+    """Return a checkpoint that an import makes of the weights."""
     folder = write_folder(tmp_path / "hf", weights, **written)
     return hf_import.write(hf_import.plan(folder, config), str(tmp_path / "checkpoints"))
 
@@ -40,7 +40,7 @@ def exported(source, out, kind="kimi_k25", **options):
 
 
 def read_all(folder):
-    """Every tensor by the library."""
+    """Read every tensor with the safetensors library."""
     return {
         name: file.get_tensor(name)
         for path in sorted(folder.glob("*.safetensors"))
@@ -122,7 +122,7 @@ def test_int4_comes_in_under_kimis_names_and_moonlights(tmp_path):
 def test_float32_of_a_run_in_bfloat16_is_its_masters(tmp_path):
     config = small_config("train.dtype=bfloat16")
     wide = random_weights(config)
-    # Further from the masters than rounding, so that none can be taken for the other.
+    # They differ from the masters by more than rounding, so the two cannot be confused.
     weights = {n: t if n.endswith(BIAS) else (1.1 * t).bfloat16() for n, t in wide.items()}
     source = imported(tmp_path, config, weights)
     found = exported(source, tmp_path / "widened", dtype="float32")
@@ -132,14 +132,14 @@ def test_float32_of_a_run_in_bfloat16_is_its_masters(tmp_path):
     _add_masters(tmp_path / "checkpoints" / "step_00000000", wide)
     found = exported(source, tmp_path / "out", dtype="float32")
     assert not found.widened
-    assert found.from_masters == len(wide) - 2  # two routing biases have none
+    assert found.from_masters == len(wide) - 2  # two routing biases have no masters
     equal(read_all(tmp_path / "out"), wide)
     exported(source, tmp_path / "narrow", dtype="bfloat16")  # the model's own, not rounded masters
     equal(read_all(tmp_path / "narrow"), weights)
 
 
 def _add_masters(folder, wide):
-    """Put the optimizer's copies into a checkpoint, as a run would have."""
+    """Add the optimizer's masters to a checkpoint, as a run would."""
     from safetensors.torch import save_file
 
     masters = {f"optim.master.{n}": t for n, t in wide.items() if not n.endswith(BIAS)}
@@ -211,7 +211,7 @@ def test_an_import_agrees_with_config_json(tmp_path):
 
 
 def test_one_tensor_at_a_time_is_asked_for(tmp_path):
-    """A file is begun before its last tensor is made: nothing waits for a whole file."""
+    """The writer starts a file before its last tensor is made, so it never holds a whole file."""
     entry = TensorEntry("F32", (1000,))
     outputs = [OutputTensor(f"t{i}", f"s{i}", entry) for i in range(10)]
     events = []
@@ -231,7 +231,7 @@ def test_one_tensor_at_a_time_is_asked_for(tmp_path):
 
 
 def test_config_json_of_the_released_models():
-    """The keys that Kimi K2.5's and Moonlight's own files hold, with their values."""
+    """Checks keys and values of the config.json files of Kimi K2.5 and Moonlight."""
     config = load_config("kimi_k25_1t")
     options = dict(dtype="bfloat16", max_positions=262144, ids=SpecialIds(163584))
     whole = config_json(config.model, "kimi_k25", **options, quantized=True)
@@ -283,7 +283,7 @@ def test_int4_and_float32_do_not_go_together(tmp_path):
 
 
 def test_the_released_checkpoint_has_so_many_tensors():
-    """208,550 of Kimi K2.5's, of which routed experts are three each."""
+    """Kimi K2.5 has 208,550 tensors, three for each routed expert matrix."""
     shapes = model_shapes(load_config("kimi_k25_1t").model)
     routed = sum(part_of(name) == "routed experts" for name in shapes)
     assert len(shapes) + 2 * routed == 208_550
@@ -297,5 +297,5 @@ def test_a_store_of_objects_takes_an_import_and_gives_an_export(tmp_path):
     uri = hf_import.write(hf_import.plan(folder, config), "memory://weights/place")
     assert uri == "memory://weights/place/step_00000000"
     assert open_checkpoint(uri).verify() == []
-    exported("memory://weights/place", tmp_path / "out")  # its newest
+    exported("memory://weights/place", tmp_path / "out")  # its newest checkpoint
     equal(read_all(tmp_path / "out"), weights)

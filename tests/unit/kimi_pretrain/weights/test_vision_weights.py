@@ -1,4 +1,4 @@
-"""What an encoder starts from: each kind of source, each part, and each refusal, by headers."""
+"""Tests the initial weights of an encoder: each kind of source, each part, and each refusal."""
 
 import json
 import pickle
@@ -27,12 +27,12 @@ CONFIG = small_config()
 WEIGHTS = random_weights(CONFIG)
 TOWER = {name: tensor for name, tensor in WEIGHTS.items() if name.startswith("vision_tower.")}
 PROJECTOR = {name: tensor for name, tensor in WEIGHTS.items() if name.startswith("mm_projector.")}
-# A language model of another width: only the last layer of the projector has other shapes.
+# Language model of another width: only the projector's last layer has other shapes.
 WIDER = ("model.language.hidden_size=96", "model.vision.out_width=96")
 
 
 class Alone:
-    """The mesh of one process."""
+    """Mesh of one process."""
 
     rank, world_size, device = 0, 1, torch.device("cpu")
 
@@ -56,18 +56,18 @@ def opened(*overrides):
 
 
 def filled(*overrides):
-    """What a run of this configuration would have; zero where nothing is given."""
+    """Return the initial tensors of a run; tensors without a source are zero."""
     config = small_config(*overrides)
     shapes = released_shapes(config.model.vision)
     tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    start = pickle.loads(pickle.dumps(open_initial_weights(config)))  # as all ranks but 0 have it
+    start = pickle.loads(pickle.dumps(open_initial_weights(config)))  # as ranks other than 0 get it
     assert start is not None
     start.fill(Alone(), tensors, {})  # type: ignore[arg-type]
     return tensors
 
 
 def source(kind, folder):
-    """The same encoder in each form that is read; returns its URI."""
+    """Write the same encoder in one of the supported formats; return its URI."""
     if kind == "hugging face":
         return write_folder(folder / "hf", WEIGHTS, 3)
     if kind == "index":
@@ -142,7 +142,7 @@ def test_one_part_alone(tmp_path):
 
 
 def siglip(tensors):
-    """The tower under SigLIP's names, with what only SigLIP has beside it; no code of ours."""
+    """Return the tower under SigLIP's names, with SigLIP's other tensors, without our code."""
     out = {"logit_scale": torch.zeros(1), "text_model.head.weight": torch.zeros(2, 2)}
     names = {"norm0": "layer_norm1", "norm1": "layer_norm2", "wo": "self_attn.out_proj"}
     names |= {"mlp.fc0": "mlp.fc1", "mlp.fc1": "mlp.fc2"}
@@ -170,7 +170,7 @@ def siglip(tensors):
 
 
 def test_siglip_gives_the_tower_and_start_from_the_rest(tmp_path):
-    """As the caption stage begins; q, k and v, stored apart, are one tensor here."""
+    """The caption stage starts like this; q, k and v are separate there and one tensor here."""
     folder = write_folder(tmp_path / "siglip", siglip(TOWER))
     uri = f"train.vision_weights={folder}"
     language = f"train.start_from={write_folder(tmp_path / 'k2', language_alone(WEIGHTS))}"
@@ -191,7 +191,7 @@ def test_siglip_gives_the_tower_and_start_from_the_rest(tmp_path):
 
 
 def test_transformers_rows_are_put_back_in_order(tmp_path):
-    """Its q and k rotate halves, and stand apart."""
+    """transformers rotates halves of q and k and stores them as separate tensors."""
     stored = to_transformers(TOWER | PROJECTOR, CONFIG.model.vision)
     assert not torch.equal(
         stored["vision_tower.layers.0.attn.q_proj.weight"],
@@ -222,7 +222,7 @@ def test_what_does_not_fit_is_one_line_with_the_key(kind, name, tmp_path):
 
 
 def test_a_folder_s_config_json_tells_what_shapes_do_not(tmp_path):
-    """Two heads of 32 or four of 16: the same tensors, another encoder."""
+    """Two heads of 32 and four of 16 have the same tensors but are different encoders."""
     folder = write_folder(tmp_path / "hf", WEIGHTS)
     uri = f"train.vision_weights={folder}"
     config = folder / "config.json"

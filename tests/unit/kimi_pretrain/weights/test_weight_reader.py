@@ -1,4 +1,4 @@
-"""Folders of safetensors as they come from anywhere: damaged, pickled, with names that lead out."""
+"""Tests reading untrusted safetensors folders: damage, pickles, and names that leave the folder."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def test_tensors_are_read_as_they_were_written(tmp_path, files):
 
 @pytest.mark.parametrize("where", ["folder", "memory://weights/sent"])
 def test_what_one_rank_has_found_the_others_read(tmp_path, where):
-    """Headers are read once for a job; tensors by who needs them."""
+    """A job reads headers once; each rank reads the tensors it needs."""
     from data_pipeline.store.open import open_store
 
     folder = write_folder(tmp_path / "hf", WEIGHTS, 3)
@@ -48,7 +48,7 @@ def test_what_one_rank_has_found_the_others_read(tmp_path, where):
             open_store(where).put(file.name, file.read_bytes())
     found = open_compatible(folder if where == "folder" else where, CONFIG.model)
     name = "language_model.lm_head.weight"
-    found[0].read(name, torch.float32)  # its files are open now
+    found[0].read(name, torch.float32)  # opens its files
     weights, settings = pickle.loads(pickle.dumps(found))
     assert settings == found[1]
     assert weights.reader == found[0].reader
@@ -58,7 +58,7 @@ def test_what_one_rank_has_found_the_others_read(tmp_path, where):
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
 def test_pickles_are_refused_unread(tmp_path, name):
-    """The file is no pickle at all: nobody has tried to load it."""
+    """The file is not even a pickle, so an attempt to load it would fail differently."""
     (tmp_path / name).write_bytes(b"not a pickle")
     with pytest.raises(ValueError, match=f"{name}: pickled weights can run any code"):
         open_weights(tmp_path)
@@ -243,7 +243,7 @@ def test_other_sizes_in_config_json_are_told_before_shapes(tmp_path):
     ],
 )
 def test_another_architecture_is_refused(tmp_path, key, value, told):
-    """Every shape fits, and the model would be another."""
+    """Every shape fits, but the model would differ."""
     folder = write_folder(tmp_path / "hf", WEIGHTS, config={"text_config": {key: value}})
     with pytest.raises(ValueError, match=re.escape(told)):
         open_compatible(folder, CONFIG.model)
@@ -272,7 +272,7 @@ def test_start_from_says_where_and_why(tmp_path):
 
 
 def test_a_checkpoint_of_other_heads_is_refused_and_of_another_yarn_told(tmp_path):
-    """What a head is divided into leaves no trace in most shapes."""
+    """Most shapes do not show how a head is divided."""
     folder = write_folder(tmp_path / "hf", WEIGHTS)
     place = hf_import.write(hf_import.plan(folder, CONFIG), str(tmp_path / "place"))
     swapped = ("model.language.qk_nope_dim=8", "model.language.qk_rope_dim=8")

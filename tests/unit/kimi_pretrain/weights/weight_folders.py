@@ -1,4 +1,4 @@
-"""Small models as Hugging Face folders with random weights, made without the code under test."""
+"""Small Hugging Face model folders with random weights, made without the code under test."""
 
 import json
 import re
@@ -26,7 +26,7 @@ def small_config(*overrides):
 
 
 def random_weights(config, dtype=torch.float32, seed=0):
-    """Every tensor of a model by its name in K2.5's checkpoint."""
+    """Return every tensor of a model by its name in K2.5's checkpoint."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(shape, generator=generator).to(
@@ -37,12 +37,12 @@ def random_weights(config, dtype=torch.float32, seed=0):
 
 
 def language_alone(weights):
-    """The names of K2 and Moonlight."""
+    """Return the language model under the names of K2 and Moonlight."""
     return {n.removeprefix(LANGUAGE): t for n, t in weights.items() if n.startswith(LANGUAGE)}
 
 
 def write_folder(folder: Path, weights, files=1, config=None) -> Path:
-    """One file, or several with an index, divided by the order of names."""
+    """Write one file, or several with an index, with tensors divided in name order."""
     folder.mkdir(parents=True)
     names = sorted(weights)
     shares = [names[i::files] for i in range(files)]
@@ -62,7 +62,7 @@ def write_folder(folder: Path, weights, files=1, config=None) -> Path:
 
 
 def dequantized_by_hand(packed, scale):
-    """INT4 of compressed-tensors, number by number from its documented layout."""
+    """Decode INT4 of compressed-tensors number by number, from its documented layout."""
     rows, words = packed.shape
     out = torch.empty(rows, words * 8, dtype=scale.dtype)
     for row in range(rows):
@@ -74,7 +74,7 @@ def dequantized_by_hand(packed, scale):
 
 
 def with_int4(weights, seed=1):
-    """Routed experts as random INT4; returns the stored tensors, and what they come to."""
+    """Return routed experts as random INT4: the stored tensors, and the values they stand for."""
     generator = torch.Generator().manual_seed(seed)
     stored, meant = {}, {}
     for name, tensor in weights.items():
