@@ -21,7 +21,7 @@ FOLDERS = ("typed_config", "moonvit3d", "data_pipeline", "kimi_pretrain", "launc
 GENERATED = ("docs/FILES.md", "docs/CONFIG.md")
 KINDS = ("docs", "docstrings", "comments", "messages")
 _FEWEST_WORDS = 4
-_BLOCKS = re.compile(r"```.*?```|<!-- *([\w ]+: )?begin.*?end.*?-->", re.DOTALL)
+BLOCKS = re.compile(r"```.*?```|<!-- *([\w ]+: )?begin.*?end.*?-->", re.DOTALL)
 _END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`*\"(])")
 
 
@@ -45,7 +45,7 @@ def _pages() -> Iterator[tuple[str, str]]:
         name = str(page.relative_to(ROOT))
         if name in GENERATED:
             continue
-        text = _BLOCKS.sub("\n\n", page.read_text())
+        text = BLOCKS.sub("\n\n", page.read_text())
         for part in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )|\n(?=\|)", text):
             if part.startswith("#"):
                 continue
