@@ -5,7 +5,7 @@ four ranks over gloo, writer processes, folders, and a real S3 server behind a p
 answers. After each fault the run is resumed and compared with an uninterrupted run: every number in
 its metrics except times, and the SHA-256 of its whole state.
 
-    python -m tests.fault.campaign                  all, 25 to 40 minutes on two cores; writes the docs
+    python -m tests.fault.campaign                  all, 40 minutes on two cores; writes the docs
     python -m tests.fault.campaign --only two_runs  some, by name; writes nothing but --json
 """
 
