@@ -96,7 +96,7 @@ ORGANS = {
         ("data_pipeline/index/*.py",),
         tuple(f"{_DATA}/test_{name}.py" for name in (
             "index", "shards", "shared_index", "redact", "append", "reindex", "verify", "source",
-            "facts", "fetch",
+            "facts", "fetch", "find_samples",
         )) + ("tests/security/test_hostile_manifests.py",),
     ),
     "govern": Organ(
