@@ -317,7 +317,7 @@ def read_table(data: bytes, where: str = "index.parquet") -> pa.Table:
 
 
 def check_columns(table: pa.Table, name: str) -> None:
-    """Refuse a table that has not the columns of an index; others may stand beside them.
+    """Refuse a table without the columns of an index; additional columns are allowed.
 
     Raises:
         IndexMismatch: a column is missing, has another type, or lacks values.

@@ -1,4 +1,4 @@
-"""`dep` section of the configuration; docs/DEP.md explains each key."""
+"""`dep` section of the configuration; docs/DEP.md explains the method."""
 
 from typing import Literal
 

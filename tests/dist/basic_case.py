@@ -55,8 +55,8 @@ def _held_out(run) -> dict:
 def validated(run) -> dict:
     """Return held-out losses before the first and after the last step, and the rows with samples.
 
-    "stopped" says whether a validation ends without a result if the last rank is told to stop
-    before its last batch, and lists the batches done until then.
+    "stopped" says whether a validation ends without a result if the last rank receives a request
+    to stop before its last batch, and lists the batches done until then.
     """
     batches = list[object]()
     asked = iter([*([None] * (len(run.validation.plans) - 1)), "told"])

@@ -1,4 +1,4 @@
-"""A training is told to stop while its store does not answer, which could last an hour."""
+"""Tests of a stop request while the store does not answer, which could take an hour."""
 
 import os
 import signal
